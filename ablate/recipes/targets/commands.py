@@ -65,17 +65,8 @@ def path_of(name: str, folder: Path) -> Path:
 
 
 def exported(name: str, recipe: Recipe, model: Model, folder: Path, words: Sequence[str]) -> Export:
-    """Return what a command needs for its stack to compute a recipe. Writes nothing.
-
-    Args:
-        name: key of STACKS.
-        recipe: the recipe.
-        model: facts of the model.
-        folder: folder that the files are to be written to.
-        words: program and arguments of the command, without the export.
-
-    Raises:
-        Lost: the stack cannot express the recipe; for each field.
+    """Return what a command, of these words without the export, needs for its stack to compute a recipe, with
+    files for the folder; Lost for each field that the stack cannot express. Writes nothing.
     """
     return STACKS[name].export(recipe, model, path_of(name, folder), words)
 
@@ -88,18 +79,8 @@ def confirm(
     words: Sequence[str],
     environment: Mapping[str, str],
 ) -> None:
-    """Read a whole command back, and compare the recipe in force with the one that was exported.
-
-    Args:
-        name: key of STACKS.
-        recipe: the recipe.
-        model: facts of the model.
-        export: what `exported` returned.
-        words: program and arguments of the command, with the export.
-        environment: variables of the process, with those of the export.
-
-    Raises:
-        Lost: another recipe is in force, or it cannot be read.
+    """Read a whole command back, words and environment with the export, and compare the recipe in force with
+    the one that was exported; Lost if it is another, or cannot be read.
     """
     if name == "torchtitan" and sum(word.partition("=")[0] == _IMPORTS for word in words) > 1:
         raise Lost(f"{_IMPORTS} stands in the command already, and torchtitan takes the last one alone")
@@ -117,17 +98,13 @@ def confirm(
             lambda path: texts[path] if path in texts else Path(path).read_text(),
             "the command",
         )
-    except Lost:
-        raise
     except ValueError as error:
-        raise Lost(str(error)) from None
+        raise (error if isinstance(error, Lost) else Lost(str(error))) from None
 
 
-def _of_file(
-    target: str, imported: bool, recipe: Recipe, model: Model, path: Path, words: Sequence[str]
-) -> Export:
-    """Return the export of a stack that reads a file and has no option for it."""
-    return Export(path, {path: TARGETS[target].write(recipe, model)}, (str(path),), imported=imported)
+def _of_file(target: str, recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
+    """Return the export of a stack that imports a file and has no option for it."""
+    return Export(path, {path: TARGETS[target].write(recipe, model)}, (str(path),), imported=True)
 
 
 def _json(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
@@ -138,17 +115,14 @@ def _json(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Exp
 
 
 def _torchtitan(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
-    made = _of_file("torchtitan", True, recipe, model, path, words)
+    made = _of_file("torchtitan", recipe, model, path, words)
     converts = torchao.torchtitan_blocks(recipe, model)
     return replace(made, options=(_IMPORTS, f"{path.stem}.{torchao.OVERRIDE}") if converts else ())
 
 
 def _counted(model: Model, words: Sequence[str]) -> Model:
-    """Return the facts of a model with the number of blocks that Megatron's `--num-layers` says.
-
-    Raises:
-        Lost: another number is given.
-        ValueError: an option about precision is mistyped, or has no value.
+    """Return the facts of a model with the number of blocks by Megatron's `--num-layers`; Lost if another
+    number is given, ValueError as of `megatron.read`.
     """
     blocks = megatron.blocks_of([shlex.join(words)])
     if blocks and model.depth and blocks != model.depth:
@@ -156,24 +130,15 @@ def _counted(model: Model, words: Sequence[str]) -> Model:
     return model if model.depth else replace(model, blocks=blocks)
 
 
-def _require_quantised(recipe: Recipe, model: Model) -> None:
-    """Raise Lost for a recipe whose counts of blocks leave nothing to quantise."""
-    if recipe.products.plain or model.depth is None:
-        return
-    first, last = skipped(recipe, model.depth)
-    if first + last >= model.depth:
-        raise Lost(f"layers: no block is quantised: {first} and {last} of {model.depth} stay in bf16")
-
-
 def _megatron(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
     try:
         model = _counted(model, words)
-        _require_quantised(recipe, model)
+        first, last = skipped(recipe, depth := model.depth)
+        if not recipe.products.plain and depth is not None and first + last >= depth:
+            raise Lost(f"layers: no block is quantised: {first} and {last} of {depth} stay in bf16")
         made = megatron.job(recipe, model)
-    except Lost:
-        raise
     except ValueError as error:
-        raise Lost(str(error)) from None
+        raise (error if isinstance(error, Lost) else Lost(str(error))) from None
     texts = {path: TARGETS["megatron"].write(recipe, model)}
     options = [word for option in made.options.items() for word in option if word]
     variables = dict(made.variables)
@@ -188,9 +153,9 @@ def _megatron(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) ->
 STACKS: Mapping[str, Stack] = {
     "torchtitan": Stack(".py", _torchtitan),
     "megatron": Stack(".sh", _megatron, te=True),
-    "bridge": Stack(".py", partial(_of_file, "bridge", True), te=True),
-    "te": Stack(".py", partial(_of_file, "te", True), te=True),
-    "torchao": Stack(".py", partial(_of_file, "torchao", True)),
+    "bridge": Stack(".py", partial(_of_file, "bridge"), te=True),
+    "te": Stack(".py", partial(_of_file, "te"), te=True),
+    "torchao": Stack(".py", partial(_of_file, "torchao")),
     "json": Stack(".json", _json),
 }
 """Stacks that a command can name, as `{export:torchtitan}`."""

@@ -30,10 +30,9 @@ def has_experts(layers: Sequence[Layer]) -> bool:
 
 
 def multiple(products: Products) -> int:
-    """Return the number whose multiples training stacks pad an expert's tokens to.
-
-    128 for FP4, 32 for MXFP8, 16 for other FP8: `get_align_size_for_quantization` of megatron-core 0.16.1 to
-    0.19.1, and of Transformer Engine 2.20.2 for its own recipes.
+    """Return the number whose multiples training stacks pad an expert's tokens to:
+    `get_align_size_for_quantization` of megatron-core 0.16.1 to 0.19.1, and of Transformer Engine 2.20.2 for
+    its own recipes.
     """
     used = families([products])
     return 128 if "nvfp4" in used else 32 if "mxfp8" in used else 16
@@ -49,13 +48,7 @@ _UNHELD = {
 
 
 def unheld_experts(recipe: Recipe, target: str, routed: bool) -> Iterator[str]:
-    """Yield the fields of `experts` that a target cannot hold.
-
-    Args:
-        recipe: the recipe.
-        target: name of the stack, for the sentences.
-        routed: True if the target pads experts with tokens, by Megatron's multiple.
-    """
+    """Yield the fields of `experts` that a target cannot hold; `routed` if it pads by Megatron's multiple."""
     for name, why in _UNHELD.items():
         value = getattr(recipe.experts, name)
         if value != getattr(Experts(), name) and not (routed and name == "padding"):
@@ -63,12 +56,8 @@ def unheld_experts(recipe: Recipe, target: str, routed: bool) -> Iterator[str]:
 
 
 def rules_for_one(recipe: Recipe, layers: Sequence[Layer], target: str) -> Iterator[str]:
-    """Yield a reason for each layer rule that selects some experts of a module and not others.
-
-    Args:
-        recipe: the recipe.
-        layers: the model's linear layers; empty if they are not known, when the rule's glob decides.
-        target: name of the stack, for the sentences.
+    """Yield a reason for each layer rule that selects some experts of a module and not others; if the layers
+    are not known, the rule's glob decides.
     """
     for number, rule in enumerate(recipe.layers.rules):
         if layers:
@@ -77,10 +66,8 @@ def rules_for_one(recipe: Recipe, layers: Sequence[Layer], target: str) -> Itera
             after = (rule.match.name or "").partition("experts.")[2]
             split = after[:1].isdigit() or after[:1] == "["
         if split:
-            yield (
-                f"layers.rules.{number} {rule.match}: {target} has one module for all experts of a block, and"
-                " the rule selects some of them; select all, as by '*.experts.*'"
-            )
+            why = f"{target} has one module for all experts of a block, and the rule selects some of them"
+            yield f"layers.rules.{number} {rule.match}: {why}; select all, as by '*.experts.*'"
 
 
 def _divides(layers: Sequence[Layer], selected: set[str]) -> bool:
@@ -94,11 +81,8 @@ def _divides(layers: Sequence[Layer], selected: set[str]) -> bool:
 
 
 def expert_refusals(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
-    """Yield every reason why the engine `transformer_engine` cannot compute a model's experts by a recipe.
-
-    Args:
-        recipe: the recipe, which Transformer Engine can compute in other layers.
-        layers: the model's linear layers.
+    """Yield every reason why the engine `transformer_engine` cannot compute a model's experts by a recipe
+    that it can compute in other layers.
     """
     if recipe.experts.rounding_state != "own":
         yield (
@@ -114,13 +98,8 @@ def expert_refusals(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
 
 
 def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) -> Iterator[str]:
-    """Yield the reason why a target leaves a model's experts in high precision, if any are to be quantised.
-
-    Args:
-        recipe: the recipe.
-        layers: the model's linear layers; empty if they are not known.
-        target: name of the stack, for the sentence.
-        why: what the target converts instead, and the remedy.
+    """Yield the reason why a target leaves a model's experts in high precision, if any are to be quantised;
+    `why` says what it converts instead.
     """
     if first := quantised_expert(recipe, layers):
         yield f"layers {first}: the model packs its experts' weights into one tensor, and {target} {why}"
@@ -151,10 +130,6 @@ def grouped_switches(environment: Mapping[str, str], recipe: Recipe) -> Iterator
 
     The paths quantise each expert alone, so that scales are the same; random words differ. The conditions are
     those of `is_module_grouped_tensor_path_supported` and `GroupedLinear`, Transformer Engine 2.20.2.
-
-    Args:
-        environment: variables of the job.
-        recipe: the recipe that it trains by.
     """
     if (value := environment.get(FUSED)) is not None:
         yield f"{FUSED}={value}: te.GroupedLinear {_path(value, recipe.products)}"
@@ -170,23 +145,18 @@ def _path(value: str, products: Products) -> str:
         return "does not start: the variable must be an integer"
     if not int(value):
         return loop
-    description = None if next(refusals(products), None) else te_recipe(products)
-    options = dict(description.options) if isinstance(description, Builtin) else {}
     if products.plain:
         return "multiplies all experts at once, in high precision, on SM 9.0 to 11.0 with cuBLASLt 13.3"
-    why = (
-        "the recipe is not one of Transformer Engine's classes"
-        if not isinstance(description, Builtin)
-        else "delayed scaling has no grouped cast"
-        if description.name == "DelayedScaling"
-        else f"backward_override is {options['backward_override']}"
-        if options.get("backward_override")
-        else "NVFP4 needs its rotation for it"
-        if options.get("disable_rht")
-        else "it has no scales by rows"
-        if options.get("row_scaled_activation")
-        else ""
-    )
-    if why:
-        return f"{loop} all the same: {why}"
+    description = None if next(refusals(products), None) else te_recipe(products)
+    if not isinstance(description, Builtin):
+        return f"{loop} all the same: the recipe is not one of Transformer Engine's classes"
+    options = dict(description.options)
+    reasons = {
+        "backward_override": f"backward_override is {options['backward_override']}",
+        "disable_rht": "NVFP4 needs its rotation for it",
+        "row_scaled_activation": "it has no scales by rows",
+    }
+    for option, why in reasons.items():
+        if options.get(option):
+            return f"{loop} all the same: {why}"
     return "multiplies all experts at once on SM 10.0 to 11.0 with cuBLASLt 13.3, elsewhere expert by expert"

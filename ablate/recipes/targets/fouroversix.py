@@ -130,14 +130,9 @@ def write(recipe: Recipe, model: Model) -> str:
 
 
 def read(text: str) -> Recipe:
-    """Return the recipe that a configuration file of fouroversix stands for.
-
-    Args:
-        text: JSON of a ModelQuantizationConfig, alone or as `quantization_config` of a model's config.json,
-            or a config.json with the `layer_precision_configs` of the authors' training scripts.
-
-    Raises:
-        ValueError: it is no such JSON, or asks for something that is not emulated.
+    """Return the recipe that a ModelQuantizationConfig stands for, alone or as `quantization_config` of a
+    model's config.json, or a config.json with the `layer_precision_configs` of the authors' training scripts;
+    ValueError if it is no such JSON, or asks for something that is not emulated.
     """
     try:
         data = json.loads(text)

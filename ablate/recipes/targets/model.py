@@ -1,6 +1,6 @@
 """Facts of the user's model that a target may need, and the fields that no target can hold."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ablate.numerics.spec import Spec, own_words
@@ -22,11 +22,8 @@ _WRITTEN: Mapping[type[Spec], tuple[str, ...]] = {
 
 
 class Lost(ValueError):
-    """A target cannot hold a recipe.
-
-    Attributes:
-        reasons: sentences that begin with the path of a field, such as `schedule.0.start decay: ...`, each
-            once.
+    """A target cannot hold a recipe: `reasons` are sentences that begin with the path of a field, such as
+    `schedule.0.start decay: ...`, each once.
     """
 
     def __init__(self, *reasons: str) -> None:
@@ -63,19 +60,12 @@ def unheld(
     routed: bool = False,
     counts: bool = False,
 ) -> Iterator[str]:
-    """Yield the fields beside the products that a target cannot hold.
+    """Yield the fields beside the products that a target cannot hold; Lost if an operand calls a function of
+    the user's, which no target has.
 
-    Args:
-        recipe: the recipe.
-        model: facts of the model.
-        target: name of the stack, for the sentences.
-        schedule: True if the target holds phases that start at a counted step.
-        rules: True if the target holds rules for single layers, or does when it knows the model.
-        routed: True if the target pads experts with tokens.
-        counts: True if the target counts blocks at both ends, and so must know how many a fraction is.
-
-    Raises:
-        Lost: an operand calls a function of the user's, which no target has.
+    A target may hold phases that start at a counted step (`schedule`) and rules for single layers, perhaps
+    only when it knows the model (`rules`); pad experts with tokens (`routed`); and count blocks at both ends,
+    so that it must know how many a fraction is (`counts`).
     """
     if own := [f"{path} {word}: {target} cannot call your function" for path, word in own_words(recipe)]:
         raise Lost(*own)
@@ -91,18 +81,16 @@ def unheld(
     if recipe.dtype != "bf16":
         yield f"dtype {recipe.dtype}: {target} takes the type of activations from the model; write bf16"
     for number, phase in enumerate(recipe.schedule):
+        start = f"schedule.{number}.start {phase.start}"
         if not schedule:
-            yield (
-                f"schedule.{number}.start {phase.start}: {target} has one configuration for the whole run;"
-                " change it at a checkpoint, and write []"
-            )
+            why = f"{target} has one configuration for the whole run"
+            yield f"{start}: {why}; change it at a checkpoint, and write []"
         elif phase.trigger:
-            yield f"schedule.{number}.start {phase.start}: {target} measures no noise; use step:n"
-    if counts and recipe.layers.last_fraction and model.depth is None:
-        yield (
-            f"layers.last_fraction {recipe.layers.last_fraction:g}: {target} counts blocks, and their number"
-            f" is not known; give {model.by[0]}"
-        )
+            yield f"{start}: {target} measures no noise; use step:n"
+    share = recipe.layers.last_fraction
+    if counts and share and model.depth is None:
+        why = f"{target} counts blocks, and their number is not known"
+        yield f"layers.last_fraction {share:g}: {why}; give {model.by[0]}"
     if rules and not unwritten:  # rules with an unknown field may select other layers
         yield from rules_for_one(recipe, model.layers, target)
     elif not rules:
@@ -111,11 +99,8 @@ def unheld(
 
 
 def skipped(recipe: Recipe, depth: int | None) -> tuple[int, int]:
-    """Return how many blocks at the input and at the output the counts leave in high precision.
-
-    Args:
-        recipe: the recipe.
-        depth: number of the model's blocks. None: a fraction of the blocks counts for nothing.
+    """Return how many blocks at the input and at the output the counts leave in high precision; in a model of
+    unknown depth a fraction of the blocks counts for nothing.
     """
     counts = recipe.layers
     if not counts.last_fraction or depth is None:
@@ -127,34 +112,21 @@ def skipped(recipe: Recipe, depth: int | None) -> tuple[int, int]:
 
 def _unwritten(recipe: Recipe, target: str) -> Iterator[str]:
     """Yield the fields around the products that no target knows, such as those added to recipes later."""
-    parts: list[tuple[str, type[Spec], Spec]] = [
-        ("", Recipe, recipe),
-        ("layers.", Layers, recipe.layers),
-        ("experts.", Experts, recipe.experts),
-    ]
+    parts: list[tuple[str, Spec]] = [("", recipe), ("layers.", recipe.layers), ("experts.", recipe.experts)]
     for number, rule in enumerate(recipe.layers.rules):
-        parts.append((f"layers.rules.{number}.", Rule, rule))
-        parts.append((f"layers.rules.{number}.match.", Match, rule.match))
-    for number, phase in enumerate(recipe.schedule):
-        parts.append((f"schedule.{number}.", Phase, phase))
-    for path, kind, spec in parts:
+        parts += [(f"layers.rules.{number}.", rule), (f"layers.rules.{number}.match.", rule.match)]
+    parts += [(f"schedule.{number}.", phase) for number, phase in enumerate(recipe.schedule)]
+    for path, spec in parts:
+        written = next(names for kind, names in _WRITTEN.items() if isinstance(spec, kind))
         for name, field in type(spec).model_fields.items():
             value = getattr(spec, name)
-            if name not in _WRITTEN[kind] and value != field.get_default(call_default_factory=True):
+            if name not in written and value != field.get_default(call_default_factory=True):
                 yield f"{path}{name} {value}: {target} has nothing that this is translated to"
 
 
 def confirmed(recipe: Recipe, made: Recipe, model: Model, what: str) -> None:
-    """Compare a recipe with the one that a target's output stands for.
-
-    Args:
-        recipe: the recipe that was to be written.
-        made: the recipe read back from what was written.
-        model: facts of the model, by which counts and rules are compared layer by layer.
-        what: what would stand for another recipe, for the sentences.
-
-    Raises:
-        Lost: for each field that differs.
+    """Compare the recipe that was to be written with the one that was read back, in this model layer by
+    layer; Lost for each field in which `what` was written would stand for another.
     """
     placed = ("layers", *DIRECTIONS["all"]) if model.layers else ("layers",)
     reasons = [
@@ -162,26 +134,18 @@ def confirmed(recipe: Recipe, made: Recipe, model: Model, what: str) -> None:
         for path, value, other in changes(as_data(recipe), as_data(made))
         if path.partition(".")[0] not in placed
     ]
-    if not _same_layers(recipe, made, model):
+    if _assigned(recipe, model) != _assigned(made, model):
         reasons.append(f"layers: {what} would quantise other layers")
     if reasons:
         raise Lost(*reasons)
 
 
-def _same_layers(recipe: Recipe, made: Recipe, model: Model) -> bool:
-    """Return True if both recipes assign every layer the same products."""
+def _assigned(recipe: Recipe, model: Model) -> object:
+    """Return the products of every layer; of a model whose layers are not known, the rules and the counts."""
+    counts, depth = recipe.layers, model.depth
     if model.layers:
-        return _assigned(recipe, model.layers) == _assigned(made, model.layers)
-    return recipe.layers.rules == made.layers.rules and _counts(recipe, model) == _counts(made, model)
-
-
-def _assigned(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Products]:
-    deciders = recipe.layers.deciders(layers)
-    return {name: recipe.decided(decider) or Products() for name, decider in deciders.items()}
-
-
-def _counts(recipe: Recipe, model: Model) -> object:
-    depth = model.depth
+        deciders = counts.deciders(model.layers)
+        return {name: recipe.decided(decider) or Products() for name, decider in deciders.items()}
     if depth is None:
-        return recipe.layers.skip_first, recipe.layers.skip_last, recipe.layers.last_fraction
-    return [recipe.layers.quantises(block, depth) for block in range(depth)]
+        return counts.rules, counts.skip_first, counts.skip_last, counts.last_fraction
+    return counts.rules, [counts.quantises(block, depth) for block in range(depth)]

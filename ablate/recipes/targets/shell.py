@@ -99,16 +99,9 @@ class Started(NamedTuple):
 
 
 class Script:
-    """Variables and jobs of a script that has been read.
-
-    Args:
-        path: its file, for messages and for what it sources.
-        text: its text.
-        before: environment variables before it runs.
-        exporting: True if each assignment is exported, as after `set -a`.
-
-    Raises:
-        InputError: something about precision is not understood.
+    """Variables and jobs of a script, read from the environment before it on; InputError if something about
+    precision is not understood. The path is for messages and for what it sources. `exporting`: each
+    assignment is exported, as after `set -a`.
     """
 
     def __init__(self, path: Path, text: str, before: Mapping[str, str], exporting: bool = False) -> None:
@@ -334,13 +327,8 @@ class Script:
     def _carried(
         self, words: list[str], environment: dict[str, str], named: str, line: int
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the words from the job's launcher on, and the environment that the programs before give it.
-
-        Args:
-            words: words of the command.
-            environment: variables that the first of its programs gets.
-            named: what it has about precision or a job, for the refusal.
-            line: its line.
+        """Return a command's words from the job's launcher on, and the environment that the programs before
+        give it, of which the first gets `environment`. `named`: what it has about precision or a job.
         """
         count = next((number for number, word in enumerate(words) if _LAUNCHER.fullmatch(Path(word).name)), 0)
         carrier, whole, others, pending = "", environment, list[str](), iter(words[:count])
