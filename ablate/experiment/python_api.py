@@ -173,9 +173,10 @@ def presets() -> dict[str, str]:
 
 def diff(first: RecipeSource, second: RecipeSource) -> dict[str, tuple[object, object]]:
     """Return the fields in which two recipes differ: path, and the value in each; {} for the same recipe."""
-    from ablate.recipes.compare import differences
+    from ablate.recipes.changes import differences
 
-    return differences(_resolved(first, None), _resolved(second, None))
+    one, other = (_resolved(source, None).model_dump(mode="json") for source in (first, second))
+    return differences(one, other)
 
 
 def _resolved(source: RecipeSource, knobs: Mapping[str, Json] | None) -> Recipe:

@@ -29,6 +29,13 @@ def changes(
             yield f"{path}{key}", value, other
 
 
+def differences(ours: Mapping[str, Json], theirs: Mapping[str, Json]) -> dict[str, tuple[object, object]]:
+    """Return both values by path (`wgrad.g.rounding`); a part that is null, or lacking, on one side is a
+    whole: `wgrad.hadamard`, (None, {...}).
+    """
+    return {path: (value, other) for path, value, other in changes(ours, theirs) if value != other}
+
+
 def as_word(value: Json) -> str:
     """Return a short text for a value: `null`, `true`, `stochastic`; of a quantiser, its element."""
     if isinstance(value, dict):

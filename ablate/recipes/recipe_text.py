@@ -8,6 +8,7 @@ from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
 from ablate.numerics.own import Own, identified, shown
 from ablate.numerics.spec import Quant
 from ablate.recipes.cells import fp4_share
+from ablate.recipes.changes import changes
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Recipe, Wgrad
 
@@ -126,16 +127,11 @@ def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
         yield f"{100 * share:.3g} % of these layers' FLOPs in FP4"
 
 
-def differences(
-    one: Mapping[str, Json], other: Mapping[str, Json], path: str = ""
-) -> Iterator[tuple[str, str, str]]:
+def differences(one: Mapping[str, Json], other: Mapping[str, Json]) -> Iterator[tuple[str, str, str]]:
     """Yield (path, value, other value) for each difference of two dumps; a disabled part is one line."""
-    for key in one:
-        here, a, b = f"{path}{key}", one[key], other[key]
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{here}.")
-        elif identified(a) != identified(b):
-            yield here, _word(a), _word(b)
+    for path, a, b in changes(one, other):
+        if identified(a) != identified(b):
+            yield path, _word(a), _word(b)
 
 
 def _word(value: Json) -> str:

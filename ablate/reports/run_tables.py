@@ -3,7 +3,7 @@
 import json
 import math
 
-from ablate.recipes.compare import differences
+from ablate.recipes.changes import differences
 from ablate.recipes.recipe import Recipe
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.table import Cell, Table, link
@@ -30,7 +30,8 @@ def recipes_table(sweep: Measurements) -> Table | None:
     first = quantised[0].name
     rows: list[dict[str, Cell]] = []
     for arm in named:
-        found = differences(recipes[first], recipes[arm.name])
+        both = (recipes[name].model_dump(mode="json") for name in (first, arm.name))
+        found = differences(*both)
         by_weight = sorted(found.items(), key=lambda item: not item[0].startswith("layers."))  # never cut
         words = [f"`{path}` {_said(then)} → {_said(now)}" for path, (then, now) in by_weight]
         more = [f"and {len(words) - _MOST_FIELDS} more fields"] if len(words) > _MOST_FIELDS else []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ablate.recipes.compare import parts_that_differ
+from ablate.recipes.changes import differences
 from ablate.results.paired_stats import Difference, paired_difference
 from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
@@ -77,8 +77,8 @@ def compare(first: Side, second: Side) -> Compared:
     """Compare two arms, of which the first is subtracted. They are paired by seed if they have the same data,
     metric and class of device: the same seed then means the same order of the data, and the same initial
     weights if the models have the same shape."""
-    parts = parts_that_differ(first.spec, second.spec)
-    origin = parts_that_differ(first.provenance, second.provenance)
+    parts = differences(first.spec, second.spec)
+    origin = differences(first.provenance, second.provenance)
     shared = first.values.keys() & second.values.keys()
     same = sum(first.trials[seed] == second.trials.get(seed) for seed in first.trials)
     apart = [key for key in ("data", "device") if first.spec.get(key) != second.spec.get(key)]
