@@ -32,6 +32,7 @@ FlashInfer 0.7.2 (`mm_fp4`). This file imports neither.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 from ablate.numerics.formats import ELEMENTS
@@ -127,21 +128,16 @@ def _misfits(quant: Quant) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cublaslt") -> Verdict:
-    """Return how a back end, which multiplies FP4 operands, computes the product of two operands (None:
-    bf16); `wide`: it is written in fp32. Reasons are at `0` or `1` if one operand is in the way, and
-    otherwise at ""."""
+    """Return how a back end computes the product of two operands, None for bf16, and writes it in fp32 if
+    `wide`. Reasons are at `0` or `1` if one operand is in the way, and otherwise at "".
+    """
     several = any(quant is not None and has_parts(quant) for quant in (a, b))
     if a is None and b is None:
         return Verdict("bf16", None, (Reason("", ": no operand is quantised"),))
     fits = [((), ()) if quant is None else fit(quant) for quant in (a, b)]
-    reasons = [
-        Reason(str(number), ": not quantised, and the other operand is")
-        for number, quant in enumerate((a, b))
-        if quant is None
-    ]
-    reasons += [
-        Reason(str(number), f".{misfit}") for number, (_, misfits) in enumerate(fits) for misfit in misfits
-    ]
+    lone = ": not quantised, and the other operand is"
+    reasons = [Reason(at, lone) for at, quant in (("0", a), ("1", b)) if quant is None]
+    reasons += [Reason(str(at), f".{why}") for at, (_, misfits) in enumerate(fits) for why in misfits]
     if a is None or b is None or reasons:
         return Verdict("emulated", None, tuple(reasons))
     left, right = (families for families, _ in fits)
@@ -152,7 +148,8 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
             passed = tuple(dict.fromkeys(reasons)) if eight else ()
             return Verdict("native", family, parts=several, not_in_fp4=passed)
         reasons += obstacles
-    why = f"tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
+    kinds = (" or ".join(NAMES[family] for family in families) for families in (left, right))
+    why = f"tensor cores multiply two operands of one kind, not {' and '.join(kinds)}"
     return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", f": {why}"),))
 
 
@@ -162,10 +159,6 @@ def has_parts(quant: Quant) -> bool:
     return taken is not None and bool(
         taken.mean or taken.low_rank or taken.channels or taken.patch or (taken.clamp and taken.residual)
     )
-
-
-def _words(families: tuple[Family, ...]) -> str:
-    return " or ".join(NAMES[family] for family in families)
 
 
 def _obstacles(family: Family, a: Quant, b: Quant, wide: bool, backend: Backend) -> Iterator[Reason]:
@@ -225,36 +218,40 @@ def slots(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdic
 
 
 def parts(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[dict[str, Verdict], ...]:
-    """Return the plans of all products that may be in force in some layer at some step, each once; first that
-    of the recipe's own products."""
-    found: list[dict[str, Verdict]] = []
-    for products in variants(recipe):
-        if (one := plan(products, backend)) not in found:
-            found.append(one)
-    return tuple(found)
+    """Return the plans of all products that may be in force in some layer at some step, each once.
+
+    The first is that of the recipe's own products.
+    """
+    plans = [plan(products, backend) for products in variants(recipe)]
+    return tuple(one for number, one in enumerate(plans) if one not in plans[:number])
+
+
+def _verdicts(recipe: Recipe, backend: Backend) -> Iterator[Verdict]:
+    """Return the verdicts on all products that may be in force."""
+    return (given for one in parts(recipe, backend) for given in one.values())
 
 
 def entirely_native(recipe: Recipe, backend: Backend = "cublaslt") -> bool:
     """Return True if the recipe quantises something, and no product of it is ever emulated."""
-    runs = {given.runs for one in parts(recipe, backend) for given in one.values()}
+    runs = {given.runs for given in _verdicts(recipe, backend)}
     return "native" in runs and "emulated" not in runs
 
 
 def families(recipe: Recipe, backend: Backend = "cublaslt") -> set[Family]:
-    found = (given.family for one in parts(recipe, backend) for given in one.values())
-    return {family for family in found if family is not None}
+    """Return the families of formats that a recipe multiplies on tensor cores."""
+    return {given.family for given in _verdicts(recipe, backend) if given.family is not None}
 
 
 def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...]:
     """Return every field that keeps a product of a recipe from tensor cores, each once."""
-    every = (given for one in parts(recipe, backend) for given in one.values() if given.runs == "emulated")
-    return tuple(dict.fromkeys(reason for given in every for reason in given.reasons))
+    every = (given.reasons for given in _verdicts(recipe, backend) if given.runs == "emulated")
+    return tuple(dict.fromkeys(chain.from_iterable(every)))
 
 
 def not_in_fp4(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...]:
     """Return every obstacle to FP4 of products that fit in it and are multiplied in eight bits, each once."""
-    every = (given for one in parts(recipe, backend) for given in one.values())
-    return tuple(dict.fromkeys(reason for given in every for reason in given.not_in_fp4))
+    every = (given.not_in_fp4 for given in _verdicts(recipe, backend))
+    return tuple(dict.fromkeys(chain.from_iterable(every)))
 
 
 def refusals(recipe: Recipe, backend: Backend = "cublaslt") -> Iterator[str]:
