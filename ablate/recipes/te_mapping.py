@@ -131,10 +131,8 @@ def te_recipe(products: Products) -> Description:
     return _builtins().get(custom, custom)
 
 
-def products_of(custom: Custom, like: Products | None = None) -> Products:
-    """Return the products that TE's quantisers compute: the inverse of `te_recipe`. GEMM types are those of
-    `like` if nothing is quantised, when TE is not used.
-    """
+def products_of(custom: Custom) -> Products:
+    """Return the products that TE's quantisers compute: the inverse of `te_recipe`."""
     x, w, g = custom.input, custom.weight, custom.grad_output
     (x_row, x_column), (w_row, w_column), (g_row, g_column) = (
         (_quant(copies.row, False), _quant(copies.column, copies.requantised)) for copies in (x, w, g)
@@ -142,17 +140,10 @@ def products_of(custom: Custom, like: Products | None = None) -> Products:
     signs = "fixed" if x.column.signs and g.column.signs else "none"
     rotation = Hadamard(signs=signs) if x.column.rotated or g.column.rotated else None
     again = x.requantised and x_column is None
-    made = Products(
+    return Products(
         fprop=Fprop(x=x_row, w=w_row),
         dgrad=Dgrad(g=g_row, w=w_column, dequantised=w.requantised and w_column is None),
         wgrad=Wgrad(g=g_column, x=x_column, hadamard=rotation, dequantised=again),
-    )
-    if like is None or not made.plain:
-        return made
-    return Products(
-        fprop=made.fprop.model_copy(update={"gemm": like.fprop.gemm}),
-        dgrad=made.dgrad.model_copy(update={"gemm": like.dgrad.gemm}),
-        wgrad=made.wgrad.model_copy(update={"dw": like.wgrad.dw}),
     )
 
 
@@ -245,9 +236,10 @@ def refusals(products: Products) -> Iterator[str]:
     if named := [*_named_refusals(products)]:
         yield from named
         return
-    made = products_of(_custom(products), products)
+    made, unused = products_of(_custom(products)), ("gemm", "dw") if products.plain else ()
     for path, value, _ in changes(as_data(canonical(products)), as_data(made)):
-        yield f"{path} {as_word(value)}: {_TE} has nothing that this is translated to"
+        if path.rpartition(".")[2] not in unused:  # TE does not compute a layer that quantises nothing
+            yield f"{path} {as_word(value)}: {_TE} has nothing that this is translated to"
 
 
 def _named_refusals(products: Products) -> Iterator[str]:
@@ -501,9 +493,8 @@ def copies_of(name: str, options: Mapping[str, object]) -> Custom:
         copy, override = format_of(tensor), options["backward_override"]
         row = replace(copy, rows=fp4 and tensor == "input" and bool(options["row_scaled_activation"]))
         if override is None:
-            return Copies(
-                row, replace(copy, rotated=fp4 and tensor != "weight" and not options["disable_rht"])
-            )
+            rotated = fp4 and tensor != "weight" and not options["disable_rht"]
+            return Copies(row, replace(copy, rotated=rotated))
         forward = tensor != "grad_output"
         return Copies(row if forward else CopyFormat(), CopyFormat(), forward and override == "dequantized")
 
