@@ -87,6 +87,7 @@ FIELDS: Mapping[str, Field] = {
     "output_dtype": Field("bfloat16", ("bfloat16",), "products in bfloat16 are emulated"),
 }
 _DEFAULTS: Mapping[str, Json] = {name: field.default for name, field in FIELDS.items()}
+_data = lru_cache(maxsize=256)(as_data)
 _OF_MODELS: Mapping[str, Json] = {"module_config_overrides": {}, "modules_to_not_convert": ["lm_head"]}
 _WHY = "fouroversix's nearest configuration has"
 
@@ -192,24 +193,19 @@ def _nearest_operand(tensor: str, quant: Quant | None, options: Mapping[str, Jso
     """Return the fields of one tensor that differ least from a quantiser."""
     dtype = str(options["dtype"])
     ours: Mapping[str, Json] = {} if quant is None else _data(quant)
-    found, squares = [], (False, True) if tensor == "weight" else (False,)
-    for rule, style, square in product(OPERANDS[dtype], _STYLES, squares):
-        chosen: dict[str, Json] = {
-            f"{tensor}_dtype": dtype,
-            f"{tensor}_scale_rule": rule,
-            f"{tensor}_round_style": style,
-        }
-        if tensor == "weight":
-            chosen["weight_scale_2d"] = square
+    fields: dict[str, Sequence[Json]] = {
+        f"{tensor}_dtype": [dtype],
+        f"{tensor}_scale_rule": [*OPERANDS[dtype]],
+        f"{tensor}_round_style": _STYLES,
+    }
+    fields |= {"weight_scale_2d": (False, True)} if tensor == "weight" else {}
+    found = []
+    for values in product(*fields.values()):
+        chosen = dict(zip(fields, values, strict=True))
         with suppress(ValueError):  # not emulated
             made = _operand(tensor, {**options, **chosen}, "")
             found.append((len([*changes(ours, _data(made))]), chosen))
     return min(found, key=lambda each: each[0])[1]
-
-
-@lru_cache(maxsize=256)
-def _data(quant: Quant) -> dict[str, Json]:
-    return as_data(quant)
 
 
 def _products(data: Mapping[str, Json], where: str) -> Products:
@@ -234,9 +230,8 @@ def _operand(tensor: str, options: Mapping[str, Json], where: str) -> Quant:
     if dtype != (options["activation_dtype"] or options["dtype"]):
         raise ValueError(f"{where}{tensor}_dtype {dtype}: fouroversix multiplies two operands of one type")
     if rule not in OPERANDS[dtype]:
-        raise ValueError(
-            f"{where}{tensor}_scale_rule {rule} of {dtype}: emulated are {', '.join(OPERANDS[dtype])}"
-        )
+        rules = ", ".join(OPERANDS[dtype])
+        raise ValueError(f"{where}{tensor}_scale_rule {rule} of {dtype}: emulated are {rules}")
     quant = OPERANDS[dtype][rule]
     update: dict[str, object] = {}
     if options[f"{tensor}_round_style"] == "stochastic":

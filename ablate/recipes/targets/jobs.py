@@ -51,6 +51,7 @@ class Job:
     fouroversix: Path | None = None
     environment: Path | None = None
 
+    @_reading()
     def in_force(self) -> tuple[Recipe, dict[str, str]]:
         """Return the recipe that the job trains by, and its environment variables; InputError if nothing or
         too much is given, or it cannot be read or has no counterpart.
@@ -58,23 +59,22 @@ class Job:
         sources = (self.arguments, self.script, self.te, self.made, self.fouroversix)
         if sum(value is not None for value in sources) != 1:
             raise InputError("give one of --megatron-args, --script, --te, --object and --fouroversix")
-        with _reading():
-            variables = self._started.environment
-            return self._recipe(variables), variables
+        variables = self._started.environment
+        return self._recipe(variables), variables
 
+    @_reading()
     def ignored(self) -> list[str]:
         """Return a sentence for each argument about precision that Megatron-LM accepts and ignores;
         InputError if the arguments cannot be read.
         """
-        with _reading():
-            return list(megatron.without_effect(self._started.words))
+        return list(megatron.without_effect(self._started.words))
 
+    @_reading()
     def blocks(self) -> int | None:
         """Return the number of the model's blocks, None if the arguments do not say it; InputError as
         `ignored`.
         """
-        with _reading():
-            return megatron.blocks_of(self._started.words)
+        return megatron.blocks_of(self._started.words)
 
     @cached_property
     def _started(self) -> Started:
