@@ -13,9 +13,6 @@ from ablate.results.proposal_gate import Judged, gate
 from ablate.results.proposals import Plan
 from ablate.store.proposal_history import read
 
-_TELLING = 3
-"""Number of values from which two runs are not equal by chance."""
-
 
 def gate_runs(
     runs: Sequence[ForeignRun],
@@ -109,8 +106,5 @@ def _identity(run: ForeignRun) -> str:
     A run of few values may equal another by chance, so its arm counts as well.
     """
     records = [[name, sorted(steps.items())] for name, steps in sorted(run.records.items())]
-    few = sum(len(steps) for steps in run.records.values()) < _TELLING
-    parts = (
-        [run.arm] * few + [f"seed {run.seed}"] * (run.seed is not None) + [f"records {key_of(records)[:12]}"]
-    )
-    return ", ".join(parts)
+    parts = [run.arm] * (not run.telling) + [f"seed {run.seed}"] * (run.seed is not None)
+    return ", ".join([*parts, f"records {key_of(records)[:12]}"])

@@ -13,6 +13,9 @@ from typing import Self
 from ablate.files import Json
 from ablate.judging.cells import shown
 
+_TELLING = 3
+"""Number of values from which two runs are not equal by chance."""
+
 
 @dataclass(frozen=True)
 class ForeignRun:
@@ -39,15 +42,15 @@ class ForeignRun:
         return cls(name, "", None, {}, status="not of the pattern")
 
     @property
-    def last_step(self) -> int:
-        """Largest step of any record; -1 without records."""
-        return max((max(steps) for steps in self.records.values() if steps), default=-1)
-
-    @property
     def ended(self) -> str:
         """Its status in the words of the source, for a sentence."""
         texts = [f"{name} is {shown(text) if text else 'empty'}" for name, text in self.states.items()]
         return " and ".join(texts) or f"it is {self.status}"
+
+    @property
+    def telling(self) -> bool:
+        """True if it has so many values that another run has the same ones by no chance."""
+        return sum(map(len, self.records.values())) >= _TELLING
 
     @property
     def finite(self) -> bool:

@@ -12,7 +12,6 @@ differ are refused.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ablate.errors import InputError, brief, redact
@@ -46,28 +45,20 @@ class Source:
 
 
 def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = None) -> Found:
-    """Return the runs of all places.
+    """Return the runs of files, folders, patterns of paths (`logs/{arm}/seed{seed}.log`), and addresses.
 
-    Args:
-        places: files, folders, patterns of paths (`logs/{arm}/seed{seed}.log`), or addresses.
-        columns: columns that the user named.
-        logs: name of the format of log files; None if the places are not logs.
-
-    Raises:
-        InputError: in one sentence, for the first thing that cannot be read without doubt.
+    `logs` is the format of log files; None if the places are not logs. InputError, in one sentence, for the
+    first thing that cannot be read without doubt.
     """
-    sentences: list[tuple[str, list[str]]] = []
+    sentences: list[tuple[str, str]] = []
     """Place, and what was said of it."""
     runs: list[ForeignRun] = []
-
     for place in places:
-        if "://" in place or ("#" in place and not Path(place).exists()):
-            readers = [(redact(place), partial(_mlflow, place, {}))]
-        else:
-            readers = [(str(path), partial(_read, path, fields, logs)) for path, fields in places_of(place)]
-        for where, reader in readers:
+        remote = "://" in place or ("#" in place and not Path(place).exists())
+        for path, fields in [(Path(), {})] if remote else places_of(place):
             said: list[str] = []
-            content = reader(said)
+            where = redact(place) if remote else str(path)
+            content = _mlflow(place, fields, said) if remote else _content(path, fields, logs, said)
             if isinstance(content, Table) and (of_columns := wandb_charts.run_columns(content, columns)):
                 said.append(f"{where}: one run a column, {len(of_columns)} in all; --metric says of what")
                 content = of_columns
@@ -75,32 +66,27 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
                 runs += runs_of(content, columns, said)
             else:
                 runs += identified(content, where, columns, said)
-            sentences.append((where, said))
-    copies: list[str] = []
-    return Found(each_once(runs, copies), [*_once(sentences), *copies], places)
-
-
-def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """Return what was said of all places; what is the same of several stands there once."""
-    places: dict[str, list[str]] = {}
-    for place, said in sentences:
-        for sentence in dict.fromkeys(said):
-            places.setdefault(sentence.removeprefix(f"{place}: "), []).append(place)
-    return [
-        f"{same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''}: {sentence}"
-        for sentence, same in places.items()
+            sentences += [(where, sentence.removeprefix(f"{where}: ")) for sentence in dict.fromkeys(said)]
+    places_by: dict[str, list[str]] = {}
+    for where, sentence in sentences:  # what is the same of several places stands there once
+        places_by.setdefault(sentence, []).append(where)
+    said = [
+        f"{first}{f' and {len(more)} more' if more else ''}: {sentence}"
+        for sentence, (first, *more) in places_by.items()
     ]
+    kept = each_once(runs, copies := [])
+    return Found(kept, [*said, *copies], places)
 
 
-def _read(path: Path, fields: Mapping[str, str], logs: str | None, said: list[str]) -> Content:
+def _content(path: Path, fields: Mapping[str, str], logs: str | None, said: list[str]) -> Content:
     """Return the content of a file or folder."""
     table_files.require_regular(path)
     if logs is not None and not (logs.startswith("hf") and path.suffix == ".json"):
         return [log_files.read_log(path, fields, logs, said)]
     source = next((source for source in SOURCES.values() if source.claims(path)), None)
     if source is None:
-        if path.suffix.lower() in _PACKED:
-            raise InputError(f"{path}: {_PACKED[path.suffix.lower()]}, and name that file")
+        if remedy := _PACKED.get(path.suffix.lower()):
+            raise InputError(f"{path}: {remedy}, and name that file")
         titles = ", ".join(source.title for source in SOURCES.values())
         advice = "for a log, name its format: --logs"
         if path.is_dir():
@@ -123,8 +109,6 @@ _PACKED = {
     ".pkl": "is a pickle, which may run code when it is loaded; write a CSV or Parquet table",
 }
 """Files that others have in place of a table, with what to do."""
-_TELLING = 3
-"""Number of values from which two runs without seeds are not equal by chance."""
 
 
 def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
@@ -137,8 +121,8 @@ def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
             said.append(f"{run.name} is left out: {run.ended}, and another run of its seed is done")
             continue
         twins = alike.setdefault((run.arm, run.seed), [])
-        telling = run.seed is not None or sum(map(len, run.records.values())) >= _TELLING
-        copy = next((other for other in twins if _equal(run, other)), None) if telling else None
+        telling = run.seed is not None or run.telling
+        copy = next((other for other in twins if telling and _equal(run, other)), None)
         if copy is not None:
             said.append(f"{run.name} is a copy of {copy.name}; one of them counts")
         elif twins and run.seed is not None:
@@ -199,14 +183,13 @@ def _wandb(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
 def _tensorboard(place: Path, fields: Mapping[str, str], said: list[str]) -> Content:
     runs = []
     for folder in event_files.folders_of(place):
-        events = event_files.read_events(folder)
+        events, where = event_files.read_events(folder), str(folder)
         said += [f"{path}: the end of the file is cut; what is whole counts" for path in events.cut]
-        name = folder.name if folder == place else str(folder.relative_to(place))
         if events.scalars:
-            points = Points.of(str(folder), events.scalars)
-            runs.append(NamedRun(str(folder), name, points, events.config, fields))
+            name = folder.name if folder == place else str(folder.relative_to(place))
+            runs.append(NamedRun(where, name, Points.of(where, events.scalars), events.config, fields))
         else:
-            said.append(f"{folder}: its event files have no scalars; left out")
+            said.append(f"{where}: its event files have no scalars; left out")
     if not runs:
         raise InputError(f"{place}: no event file has scalars")
     return runs
@@ -215,18 +198,17 @@ def _tensorboard(place: Path, fields: Mapping[str, str], said: list[str]) -> Con
 def _mlflow(place: str, fields: Mapping[str, str], said: list[str]) -> Content:
     from ablate.execution.tracking.stored_runs import stored_runs
 
-    shown = redact(place)
-    address, _, experiment = place.partition("#")
+    shown, (address, _, experiment) = redact(place), place.partition("#")
     if "://" not in address and Path(address).suffix in _DATABASES:
         address = url(Path(address).resolve())
     title, stored = stored_runs(address, experiment or None)
     if empty := sum(not run.scalars for run in stored):
         said.append(f"{shown}: {empty} runs without metrics are left out")
     said.append(f"{shown}: experiment {brief(title)!r}")
-    runs = [(f"{shown}: {brief(run.name)}", run) for run in stored if run.scalars]
     return [
         NamedRun(where, run.name, Points.of(where, run.scalars), run.config, fields, run.status)
-        for where, run in runs
+        for run in stored
+        if run.scalars and (where := f"{shown}: {brief(run.name)}")
     ]
 
 
@@ -234,9 +216,8 @@ def _suffix(*endings: str) -> Callable[[Path], bool]:
     return lambda path: path.suffix.lower() in endings and path.is_file()
 
 
-def _is_mlflow(path: Path) -> bool:
-    store = path.is_dir() and (any(path.glob("*/meta.yaml")) or any(path.glob("*/*/meta.yaml")))
-    return store or _suffix(*_DATABASES)(path)
+def _holds(*patterns: str) -> Callable[[Path], bool]:
+    return lambda path: path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
 
 
 _STATE = "trainer_state.json"
@@ -247,31 +228,21 @@ _DATABASES = (".db", ".sqlite", ".sqlite3")
 SOURCES: dict[str, Source] = {
     "csv": Source("CSV table", _suffix(".csv", ".tsv"), _csv),
     "parquet": Source(
-        "Parquet table",
-        _suffix(".parquet", ".pq"),
-        lambda path, fields, said: table_files.read_parquet(path, fields),
+        "Parquet table", _suffix(".parquet", ".pq"), lambda *given: table_files.read_parquet(*given[:2])
     ),
     "json lines": Source("JSON lines", _suffix(".jsonl", ".ndjson"), table_files.read_json_lines),
     "json": Source("JSON list or object, or trainer_state.json", _suffix(".json"), _json),
-    "trainer states": Source(
-        "folder with trainer_state.json",
-        lambda path: path.is_dir() and any(path.rglob(_STATE)),
-        _states,
-    ),
+    "trainer states": Source("folder with trainer_state.json", _holds(f"**/{_STATE}"), _states),
     "wandb": Source(
         "offline runs of Weights & Biases",
-        lambda path: path.suffix == ".wandb" or (path.is_dir() and any(path.rglob("run-*.wandb"))),
+        lambda path: path.suffix == ".wandb" or _holds("**/run-*.wandb")(path),
         _wandb,
     ),
     "mlflow": Source(
         "MLflow database or folder",
-        _is_mlflow,
+        lambda path: _holds("*/meta.yaml", "*/*/meta.yaml")(path) or _suffix(*_DATABASES)(path),
         lambda path, fields, said: _mlflow(str(path), fields, said),
     ),
-    "tensorboard": Source(
-        "TensorBoard event files",
-        lambda path: path.is_dir() and any(path.rglob(event_files.PATTERN)),
-        _tensorboard,
-    ),
+    "tensorboard": Source("TensorBoard event files", _holds(f"**/{event_files.PATTERN}"), _tensorboard),
 }
 """Every kind of source, by its name, in the order in which they are asked."""
