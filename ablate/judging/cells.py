@@ -16,11 +16,7 @@ def is_empty(cell: Json) -> bool:
 
 
 def number(cell: Json) -> float:
-    """Return the value of a metric's cell; NaN and infinities are values.
-
-    Raises:
-        ValueError: it is not a number, or one that no float can hold.
-    """
+    """Return the value of a metric's cell, perhaps NaN or infinite. ValueError if no float can hold it."""
     if isinstance(cell, bool) or not isinstance(cell, int | float | str):
         raise ValueError(f"{shown(cell)} is not a number")
     if isinstance(cell, str):
@@ -35,20 +31,16 @@ def number(cell: Json) -> float:
 
 
 def whole(cell: Json) -> int:
-    """Return the whole number of a cell: `3`, or `3.0` as tables with gaps write it.
-
-    Raises:
-        ValueError: it is not a whole number.
-    """
+    """Return the whole number of a cell: `3`, or `3.0` as tables with gaps write it; else ValueError."""
     if isinstance(cell, int) and not isinstance(cell, bool):
         return cell
     if isinstance(cell, str) and (text := cell.strip()).removeprefix("-").isascii():
-        digits = text.removeprefix("-").partition(".")
-        if digits[0].isdigit() and set(digits[2]) <= {"0"}:
-            return int(text.partition(".")[0]) if len(digits[0]) < 20 else _refuse(cell)
+        digits, _, zeros = text.removeprefix("-").partition(".")
+        if digits.isdigit() and set(zeros) <= {"0"} and len(digits) < 20:
+            return int(text.partition(".")[0])
     value = number(cell)
     if not value.is_integer() or abs(value) > MOST_STEP:
-        _refuse(cell)
+        raise ValueError(f"{shown(cell)} is not a whole number")
     return int(value)
 
 
@@ -80,7 +72,3 @@ def shown(cell: object) -> str:
 def same(one: float, other: float) -> bool:
     """Return True for equal values; NaN equals NaN."""
     return one == other or (math.isnan(one) and math.isnan(other))
-
-
-def _refuse(cell: Json) -> int:
-    raise ValueError(f"{shown(cell)} is not a whole number")

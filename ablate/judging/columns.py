@@ -76,17 +76,9 @@ GUESS = Columns()
 
 
 def pick(role: str, given: str | None, names: Sequence[str], where: str, said: list[str]) -> str | None:
-    """Return the column of a role; None if no name is like one.
+    """Return the column of a role; None if no name is like one. A guess is added to `said`.
 
-    Args:
-        role: key of `USUAL`.
-        given: column that the user named, if any.
-        names: columns of the source.
-        where: name of the source, for an error.
-        said: list to which the guess is added.
-
-    Raises:
-        InputError: there is no such column, several fit, or one is nearly a usual name.
+    InputError if the column `given` by the user is not there, several fit, or one is nearly a usual name.
     """
     if given is not None:
         if given in names:
@@ -103,7 +95,12 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
     if best:
         said.append(f"{where}: {role}: column {brief(best[0])!r}")
         return best[0]
-    near = [name for name in names if plain(name) not in _NOT_MEANT and _alike(plain(name), role)]
+    near = [
+        name
+        for name in names
+        if plain(name) not in _NOT_MEANT
+        and difflib.SequenceMatcher(None, plain(name), role).ratio() >= _ALIKE
+    ]
     if near and role != "run":
         named = f"--column {quote(f'{role}={brief(near[0])}')}"
         raise InputError(f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}")
@@ -111,23 +108,15 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
 
 
 def metric_columns(columns: Columns, names: Sequence[str], where: str, said: list[str]) -> dict[str, str]:
-    """Return the column of each metric, by the metric's name here.
+    """Return the column of each metric, by the metric's name here, of columns that may be metrics.
 
-    Args:
-        columns: columns that the user named, if any.
-        names: columns that may be metrics.
-        where: name of the source, for an error.
-        said: list to which each guess that renames a metric is added.
-
-    Raises:
-        InputError: a column is not there, or two are the same metric.
+    A new name is added to `said`. InputError if a column is not there, or two are the same metric.
     """
     if columns.metrics is not None:
         for column in columns.metrics.values():
             if column not in names:
-                raise InputError(
-                    f"{where}: no column {brief(column)!r} of a metric; {nearest(column, names)}"
-                )
+                hint = nearest(column, names)
+                raise InputError(f"{where}: no column {brief(column)!r} of a metric; {hint}")
         return dict(columns.metrics)
     found: dict[str, str] = {}
     for name in names:
@@ -148,7 +137,7 @@ def metric_columns(columns: Columns, names: Sequence[str], where: str, said: lis
 
 def like_metric(text: str) -> bool:
     """Return True for a name such as `val_acc`, which is a result and not a setting."""
-    words = text.lower().replace("/", "_").replace("-", "_").replace(".", "_").replace(" ", "_").split("_")
+    words = text.lower().translate(str.maketrans("/-. ", "____")).split("_")
     return (metric_name(text) in METRICS and metric_name(text) != "train/lr") or (
         not {*words}.isdisjoint(_OF_METRIC.split()) and words[-1] not in _OF_SETTING.split()
     )
@@ -170,10 +159,6 @@ def plain(name: str) -> str:
     text = name.strip().lower().replace("/", ".")
     found = _ABOVE.match(text)
     return text[found.end() if found else 0 :].replace("-", "_").replace(" ", "_").strip("_")
-
-
-def _alike(word: str, role: str) -> bool:
-    return difflib.SequenceMatcher(None, word, role).ratio() >= _ALIKE
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -24,17 +24,10 @@ _MOST_NAMED = 3
 
 
 def compared_step(runs: Sequence[ForeignRun], against: str, metric: str, at: int | None = None) -> int:
-    """Return the last step that more than half of the runs have, in more than half of the arms and in the
-    baseline.
+    """Return the last step that more than half of the runs have, in most arms and in the baseline.
 
-    Args:
-        runs: Runs with the metric.
-        against: Name of the baseline's arm; that of another ledger if no run has it.
-        metric: Metric that is compared.
-        at: Step that is asked for; None: by this rule.
-
-    Raises:
-        InputError: There is no such step.
+    It is `at` if that is given. `against` is the baseline of another ledger if no run has it. InputError if
+    there is no such step.
     """
     usable = [run for run in runs if math.isfinite(run.records[metric][max(run.records[metric])])] or runs
     totals = Counter(run.arm for run in usable)

@@ -16,48 +16,45 @@ from ablate.training.log_readers.hf import state_records
 
 
 def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) -> NamedRun:
-    """Return the run of a log.
+    """Return the run of a log of a format such as `torchtitan`, `hf:10` or `regex:EXPRESSION`.
 
-    Args:
-        path: the file.
-        fields: what its path says.
-        logs: format of the log: `torchtitan`, `hf:10`, `regex:EXPRESSION`.
-        said: list to which sentences on lines that were left out are added.
-
-    Raises:
-        InputError: the format does not exist, the file cannot be read, or no line has metrics.
+    Sentences on lines that are left out are added to `said`. InputError if the format does not exist, the
+    file cannot be read, or no line has metrics.
     """
     try:
         reader = open_reader(format_of(logs))
     except ValueError as error:
         raise InputError(f"--logs {brief(logs)}: {error}") from None
     points = Points(str(path), in_time=True)
-    damaged: list[tuple[int, str]] = []
+    damaged: list[str] = []
     decoded = text(path) if logs == "lightning" else content(path).decode(errors="replace")
-    lines = decoded.split("\n")
-    last = lines.pop()
+    *lines, last = decoded.split("\n")
     records = 0
     for number, line in enumerate(lines, 1):
         try:
             record = reader(line)
         except Unreadable as error:
-            damaged.append((number, str(error)))
+            damaged.append(f"line {number}: {error}")
             continue
         if record is not None and "\ufffd" in line:
-            damaged.append((number, "it is not UTF-8"))
+            damaged.append(f"line {number}: it is not UTF-8")
         elif record is not None:
             records += 1
             _add(points, number, record)
-    if last.strip() and _of_metrics(reader, last):
+    try:
+        of_metrics = bool(last.strip()) and reader(last) is not None
+    except Unreadable:
+        of_metrics = True
+    if of_metrics:
         said.append(f"{path}: the last line has no end, so it may be cut; it is left out")
     if not records:
-        why = f"; line {damaged[0][0]}: {damaged[0][1]}" if damaged else ""
+        why = "".join(f"; {sentence}" for sentence in damaged[:1])
         raise InputError(f"{path}: no line has metrics as {brief(logs)} prints them{why}")
     if damaged and logs.startswith("hf"):
-        raise InputError(f"{path}: line {damaged[0][0]}: {damaged[0][1]}")
+        raise InputError(f"{path}: {damaged[0]}")
     if damaged:
         count = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
-        said.append(f"{path}: {count} left out; line {damaged[0][0]}: {damaged[0][1]}")
+        said.append(f"{path}: {count} left out; {damaged[0]}")
     return NamedRun(str(path), path.stem, points, {}, fields)
 
 
@@ -78,12 +75,3 @@ def read_state(path: Path, fields: Mapping[str, str]) -> NamedRun:
 def _add(points: Points, number: int, record: LogRecord) -> None:
     for name, value in record.metrics.items():
         points.add(number, record.step, name, value)
-
-
-def _of_metrics(reader: object, line: str) -> bool:
-    """Return True for a line with metrics, whole or cut."""
-    assert callable(reader)
-    try:
-        return reader(line) is not None
-    except Unreadable:
-        return True

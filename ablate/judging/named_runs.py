@@ -49,29 +49,21 @@ def flat(content: Mapping[str, Json], above: str = "") -> dict[str, Json]:
 
 
 def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: list[str]) -> list[ForeignRun]:
-    """Return the runs with arm and seed.
+    """Return the runs of one place with arm and seed; sentences on what was guessed are added to `said`.
 
-    Args:
-        runs: runs of one place.
-        where: the place, for sentences.
-        columns: names that the user gave.
-        said: list to which sentences on what was guessed are added.
-
-    Raises:
-        InputError: an arm or a metric cannot be told without doubt.
+    InputError if an arm or a metric cannot be told without doubt.
     """
     misfits = [ForeignRun.misfit(run.where) for run in runs if is_misfit(columns, run.name)]
-    if len(misfits) == len(runs):
-        return misfits
     runs = [run for run in runs if not is_misfit(columns, run.name)]
+    if not runs:
+        return misfits
     names = [*dict.fromkeys(name for run in runs for name in run.config)]
-    states = status_columns(
-        [name for name in names if name not in (columns.arm, columns.seed)],
-        {name: [run.config.get(name) for run in runs] for name in names},
-    )
+    cells_of = {name: [run.config.get(name) for run in runs] for name in names}
+    states = status_columns([name for name in names if name not in (columns.arm, columns.seed)], cells_of)
     words = fields_of(columns.name) if columns.name else frozenset()
     roles: dict[str, str] = {}
-    for role, given in zip(_IDENTITY, (columns.arm, columns.seed), strict=True):
+    for role in _IDENTITY:
+        given = getattr(columns, role)
         if given is None and (role in words or all(role in run.fields for run in runs)):
             continue
         column = pick(role, given, names, where, said)
@@ -90,15 +82,12 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
         seen = sorted({name for run in runs for name in run.points.records()})
         if theirs not in seen:
             raise InputError(f"{where}: no metric {brief(theirs)!r} for {ours}; {nearest(theirs, seen)}")
-    identified_runs = [
-        with_status(
-            _run(run, columns, roles, renamed), states, {name: [run.config.get(name)] for name in states}
-        )
-        for run in runs
-    ]
+    own = ({name: [run.config.get(name)] for name in states} for run in runs)
+    known = [_run(run, columns, roles, renamed) for run in runs]
+    known = [with_status(run, states, cells) for run, cells in zip(known, own, strict=True)]
     said += [f"{where}: metric {ours}: {brief(theirs)!r}" for theirs, ours in renamed.items()]
     said += [sentence for run in runs for sentence in run.points.sentences()]
-    return identified_runs + misfits
+    return known + misfits
 
 
 def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dict[str, str]) -> ForeignRun:
@@ -113,11 +102,10 @@ def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dic
     records = run.points.records()
     if columns.metrics is not None:
         named = {name: name for name in records if is_rate(name)} | dict(columns.metrics)
-        records = {ours: records[theirs] for ours, theirs in named.items() if theirs in records}
     else:
-        own = metric_columns(columns, [*records], run.where, [])
-        renamed |= {theirs: ours for ours, theirs in own.items() if ours != theirs}
-        records = {ours: records[theirs] for ours, theirs in own.items()}
+        named = metric_columns(columns, [*records], run.where, [])
+        renamed |= {theirs: ours for ours, theirs in named.items() if ours != theirs}
+    records = {ours: records[theirs] for ours, theirs in named.items() if theirs in records}
     config = {**run.config, **{key: value for key, value in fields.items() if key not in _IDENTITY}}
     config = {key: value for key, value in config.items() if key not in roles.values()}
     seed = seed_of(fields.get("seed"), run.where)

@@ -29,14 +29,7 @@ def fields_of(pattern: str) -> frozenset[str]:
 def read_name(pattern: str, name: str, where: str, removable: bool = True) -> dict[str, str]:
     """Return what a name says by a pattern: `{"arm": "bf16", "seed": "3"}`.
 
-    Args:
-        pattern: text with words in braces.
-        name: name of a run.
-        where: source, for an error.
-        removable: True if `--without` leaves a run of this name out.
-
-    Raises:
-        InputError: the name is not of this pattern, or in two ways.
+    InputError if it is not of the pattern, or in two ways; `--without` leaves a run out if it is `removable`.
     """
     lazy, greedy = _match(pattern, name, "?"), _match(pattern, name, "")
     if lazy is None:
@@ -74,13 +67,9 @@ def seed_of(text: str | None, where: str) -> int | None:
 
 
 def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
-    """Return the files or folders of a path, and what their paths say.
+    """Return the files or folders of a path with words in braces or a shell's `*` and `**`, and what it says.
 
-    Args:
-        place: a path, which may have words in braces, and `*` or `**` as a shell has.
-
-    Raises:
-        InputError: nothing is there.
+    InputError if nothing is there.
     """
     path = Path(place).expanduser()
     if path.exists():
@@ -119,8 +108,7 @@ def _match(pattern: str, name: str, lazy: str) -> dict[str, str] | None:
         return None
     expression = ""
     for literal, word in _parts(pattern):
-        texts = [re.escape(part) for part in literal.split("*")]
-        expression += r"[^/]*".join(texts)
+        expression += r"[^/]*".join(map(re.escape, literal.split("*")))
         if word:
             expression += f"(?P<{word}>{_WORDS.get(word, _ANY)}{lazy})"
     found = re.fullmatch(expression, name, re.DOTALL)

@@ -64,11 +64,7 @@ def with_rates(run: ForeignRun, metric: str, steps: int) -> ForeignRun:
     """Return a run with the largest value of each learning rate that it records as a setting, too.
 
     A rate that decays is a series like a metric, but differences in it count like those in a constant one.
-
-    Args:
-        run: The run.
-        metric: Metric that is compared, which is not a setting.
-        steps: Step that is compared. Later values do not count.
+    The metric that is compared is not a setting, and values after the step that is compared do not count.
     """
     rates: dict[str, Json] = {}
     given = any(metric_name(plain(name).rpartition(".")[2]) == "train/lr" for name in run.config)

@@ -17,10 +17,8 @@ from ablate.judging.cells import MOST_STEP, same
 class Points:
     """Values of one run, by metric and step.
 
-    Args:
-        where: source and run, for sentences.
-        in_time: True if values arrive in the order of time, so that a step that goes back is a restart.
-        one_axis: True if all metrics count the same steps, so that one that restarts shows that all did.
+    With `in_time`, values arrive in the order of time, so a step that goes back is a restart; with
+    `one_axis`, all metrics count the same steps, so one that restarts shows that all did.
     """
 
     def __init__(self, where: str, in_time: bool = False, one_axis: bool = True) -> None:
@@ -39,16 +37,9 @@ class Points:
         return points
 
     def add(self, line: int, step: int, name: str, value: float) -> None:
-        """Add a value.
+        """Add a value, perhaps NaN or infinite, of a line of the source, from 1.
 
-        Args:
-            line: line of the source, from 1, for sentences.
-            step: step of the run.
-            name: name of the metric.
-            value: the value; it may be NaN or infinite.
-
-        Raises:
-            InputError: the metric has another value at this step, or no float holds the step.
+        InputError if the metric has another value at this step, or no float holds the step.
         """
         if step > MOST_STEP:
             raise InputError(f"{self._where}: line {line}: the step {step} is beyond 2^53")
@@ -60,22 +51,16 @@ class Points:
         if step < last and self._in_time:
             self._restarts.append((line, last, step))
             for other in self._values if self._one_axis else (name,):
-                self._drop(other, step)
+                kept = {at: entry for at, entry in self._values[other].items() if at < step}
+                self._values[other], self._last[other] = kept, max(kept, default=-1)
         elif step in series:
             before, at = series[step]
             raise InputError(
                 f"{self._where}: {brief(name)} at step {step} is {before!r} in line {at} and {value!r}"
                 f" in line {line}; keep one of the two"
             )
-        series[step] = value, line
+        self._values[name][step] = value, line
         self._last[name] = max(self._last.get(name, -1), step)
-
-    def _drop(self, name: str, step: int) -> None:
-        """Drop the values of a metric from a step on."""
-        kept = {at: entry for at, entry in self._values[name].items() if at < step}
-        self._values[name].clear()
-        self._values[name].update(kept)
-        self._last[name] = max(kept, default=-1)
 
     def records(self) -> dict[str, dict[int, float]]:
         """Return value by step, by metric; steps ascend."""

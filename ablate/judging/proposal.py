@@ -23,23 +23,11 @@ def gate_runs(
     token: str = "",
     proposal: str = "",
 ) -> tuple[Judged, list[str]]:
-    """Judge the one arm that is neither the baseline nor the noise floor.
+    """Judge the one arm that is neither the baseline nor the noise floor, and say which runs were left out.
 
-    Args:
-        runs: Runs of these arms; each counts by the last value of the metric.
-        question: Names the baseline and the metric.
-        history: File of the loop's history.
-        floor: Arm with reruns of one configuration; None: the history has its values.
-        proposals: Number of proposals that is declared; None: as declared, 50 at the start.
-        token: Token of an earlier decision.
-        proposal: Name of the proposal; empty: that of its arm.
-
-    Returns:
-        The decision, and sentences on runs that were left out.
-
-    Raises:
-        InputError: There is no candidate, or more than one, the runs end at different steps, or the gate
-            refuses them.
+    Each run counts by the last value of the metric. Without a floor, the history has its values; without a
+    number of proposals, it is as declared, 50 at the start; without a name, the proposal has that of its arm.
+    InputError if there is not one candidate, the runs end at different steps, or the gate refuses them.
     """
     if question.min_effect is not None:
         raise InputError("--min-effect: a gate counts in noise floors; leave it out")
@@ -71,16 +59,8 @@ def gate_runs(
         )
     ((arm, candidate),) = values.items()
     plan = None if proposals is None else Plan(proposals=proposals)
-    judged = gate(
-        history,
-        proposal or arm,
-        baseline,
-        candidate,
-        reruns,
-        chosen.metric.direction == "minimize",
-        plan,
-        token=token,
-    )
+    minimize = chosen.metric.direction == "minimize"
+    judged = gate(history, proposal or arm, baseline, candidate, reruns, minimize, plan, token=token)
     _refuse_another(judged, history, candidate)
     said.append(f"{counted(len(candidate), 'run')} of {arm}, {len(baseline)} of {question.against}")
     return judged, said

@@ -74,7 +74,8 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
         f"{first}{f' and {len(more)} more' if more else ''}: {sentence}"
         for sentence, (first, *more) in places_by.items()
     ]
-    kept = each_once(runs, copies := [])
+    copies: list[str] = []
+    kept = each_once(runs, copies)
     return Found(kept, [*said, *copies], places)
 
 

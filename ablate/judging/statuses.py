@@ -42,11 +42,9 @@ def known(name: str) -> str:
 
 
 def status_columns(names: Collection[str], columns: Cells) -> dict[str, dict[str, bool]]:
-    """Return the columns that say how runs ended: for each of their texts, True if it means done.
+    """Return those of `names`, columns without another role, that say how runs ended.
 
-    Args:
-        names: Columns that have no other role.
-        columns: All columns of the source; one of flags has truth values alone.
+    For each of a column's texts, True if it means done. A column of flags has truth values alone.
     """
     by_ray = any(known(name) == "trainingiteration" for name in columns)
     found = {}

@@ -55,11 +55,7 @@ def content(path: Path) -> bytes:
 
 
 def text(path: Path) -> str:
-    """Return the text of a file, without a byte-order mark.
-
-    Raises:
-        InputError: the file cannot be read, is empty, or is not text in UTF-8 or marked UTF-16.
-    """
+    """Return the text of a file without its byte-order mark. InputError if it is not UTF-8 or UTF-16."""
     data = content(path)
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
@@ -79,20 +75,14 @@ def text(path: Path) -> str:
 def read_csv(path: Path, fields: Mapping[str, str]) -> Table:
     """Return the table of a CSV file: comma, semicolon or tab between cells, and a header.
 
-    Args:
-        path: the file.
-        fields: what its path says.
-
-    Raises:
-        InputError: it cannot be read, is empty, has two columns of one name, or a row of another length.
+    InputError if it cannot be read, is empty, has two columns of one name, or a row of another length.
     """
     decoded = text(path)
     header = next((line for line in decoded.splitlines() if line.strip() and line[0] != _REMARK), "")
     between = max(_BETWEEN, key=header.count)
     reader = csv.reader(io.StringIO(decoded, newline=""), delimiter=between, strict=True)
     names: list[str] | None = None
-    rows: list[list[str]] = []
-    lines: list[int] = []
+    rows: dict[int, list[str]] = {}
     before = csv.field_size_limit(_MOST_CHARACTERS)  # of the whole process
     try:
         for row in reader:
@@ -101,17 +91,15 @@ def read_csv(path: Path, fields: Mapping[str, str]) -> Table:
             if names is None:
                 names = [cell.strip() for cell in row]
                 if "" in names[1:] or names == [""]:
-                    raise InputError(
-                        f"{path}: column {names.index('', min(1, len(names) - 1)) + 1} has no name"
-                    )
+                    number = names.index("", min(1, len(names) - 1)) + 1
+                    raise InputError(f"{path}: column {number} has no name")
             elif len(row) != len(names):
                 raise InputError(
                     f"{path}: line {reader.line_num} has {len(row)} cells, and the header has"
                     f" {len(names)}; the file is cut or damaged there, or a cell needs quotes"
                 )
             else:
-                rows.append(row)
-                lines.append(reader.line_num)
+                rows[reader.line_num] = row
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: {error}") from None
     finally:
@@ -119,10 +107,10 @@ def read_csv(path: Path, fields: Mapping[str, str]) -> Table:
     if names is None:
         raise InputError(f"{path}: there is no header")
     _require_distinct(names, path)
-    cells = zip(*rows, strict=True) if rows else [()] * len(names)
+    cells = zip(*rows.values(), strict=True) if rows else [()] * len(names)
     columns: dict[str, Sequence[Json]] = dict(zip(names, cells, strict=True))
     columns.pop("", None)  # the index that pandas writes
-    return Table(str(path), columns, lines, fields)
+    return Table(str(path), columns, [*rows], fields)
 
 
 def _require_distinct(names: Sequence[str], path: Path) -> None:
@@ -132,15 +120,9 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
 
 
 def read_json_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> Table:
-    """Return the table of a file of JSON lines.
+    """Return the table of a file of JSON lines, and say that its last line is cut, if it is.
 
-    Args:
-        path: the file.
-        fields: what its path says.
-        said: list to which a sentence on a last line that is cut is added.
-
-    Raises:
-        InputError: it cannot be read, or a line is not an object.
+    InputError if it cannot be read, or a line is not an object.
     """
     rows: dict[int, dict[str, Json]] = {}
     lines = text(path).split("\n")
@@ -183,16 +165,16 @@ def is_state(path: Path) -> bool:
 
 def _require_flat(entry: Mapping[str, Json]) -> None:
     """Raise ValueError for an object that holds others, or a curve: it is not one row."""
-    inner = {
-        name: value
+    lists = {name: value for name, value in entry.items() if isinstance(value, list)}
+    inner = [
+        name
         for name, value in entry.items()
-        if isinstance(value, dict)
-        or (isinstance(value, list) and any(isinstance(each, list | dict) for each in value))
-    }
+        if isinstance(value, dict) or any(isinstance(each, list | dict) for each in lists.get(name, ()))
+    ]
     if not inner:
         return
-    lists = (name for name, value in inner.items() if isinstance(value, list))
-    curve = next((name for name in lists if all(isinstance(each, dict) for each in inner[name])), None)
+    curves = (name for name in inner if all(isinstance(each, dict) for each in lists.get(name, [None])))
+    curve = next(curves, None)
     way = (
         "write a list of objects, one a row, or give final values in Python:"
         " ablate.judge({'bf16': [3.10, 3.12]}, 'bf16')"
@@ -201,16 +183,15 @@ def _require_flat(entry: Mapping[str, Json]) -> None:
         way = "as pandas' to_json() writes it, a column a key; write rows, to_json(orient='records')"
     elif curve is not None:
         way = f"write the list of its {brief(curve)!r} alone to the file, one object a row"
-    names = ", ".join(map(brief, [*inner][:4]))
+    names = ", ".join(map(brief, inner[:4]))
     raise ValueError(f"it is an object with {names}, and not a row of plain values: {way}")
 
 
 def _of_rows(path: Path, rows: Mapping[int, Mapping[str, Json]], fields: Mapping[str, str]) -> Table:
     """Return the table of rows by their line, which need not have the same columns."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    return Table(
-        str(path), {name: [row.get(name) for row in rows.values()] for name in names}, [*rows], fields
-    )
+    columns = {name: [row.get(name) for row in rows.values()] for name in names}
+    return Table(str(path), columns, [*rows], fields)
 
 
 def _row(entry: Json) -> dict[str, Json]:
@@ -243,12 +224,7 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 def read_parquet(path: Path, fields: Mapping[str, str]) -> Table:
     """Return the table of a Parquet file.
 
-    Args:
-        path: the file.
-        fields: what its path says.
-
-    Raises:
-        InputError: it cannot be read, is too large when decoded, or two columns have one name.
+    InputError if it cannot be read, is too large when decoded, or two columns have one name.
     """
     import pyarrow as pa
     import pyarrow.parquet
@@ -258,17 +234,18 @@ def read_parquet(path: Path, fields: Mapping[str, str]) -> Table:
         texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
         file = pyarrow.parquet.ParquetFile(path, read_dictionary=texts)  # else a text is decoded for each row
         footer = file.metadata
+        count, width = footer.num_rows, footer.num_columns
         size = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
-        if footer.num_rows * footer.num_columns > _MOST_CELLS or size > _MOST_BYTES:
+        if count * width > _MOST_CELLS or size > _MOST_BYTES:
             raise InputError(
-                f"{path}: {footer.num_rows} rows of {footer.num_columns} columns ({size} bytes decoded) are"
-                " more than can be judged; write only the columns and steps that are compared"
+                f"{path}: {count} rows of {width} columns ({size} bytes decoded) are more than can be judged;"
+                " write only the columns and steps that are compared"
             )
         table = file.read()
         table.validate(full=True)
         names = [name.strip() for name in table.column_names]
         _require_distinct(names, path)
-        columns = {name: _cells(column) for name, column in zip(names, table.columns, strict=True)}
+        columns = dict(zip(names, map(_cells, table.columns), strict=True))
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(f"{path}: not a Parquet file that can be read: {brief(why)}") from None

@@ -35,47 +35,34 @@ def is_chart(names: Sequence[str]) -> bool:
 
 
 def chart_runs(table: Table) -> list[NamedRun]:
-    """Return the runs of a chart.
-
-    Raises:
-        InputError: its axis is not the step, or its values are means.
-    """
+    """Return the runs of a chart. InputError if its axis is not the step, or its values are means."""
     axis, *series = table.columns
-    by_step = plain(axis) in USUAL["step"]
     runs: dict[str, NamedRun] = {}
     for column in series:
         if column.endswith(_BOUNDS) and column[:-5] in series:
             continue
         name, between, metric = column.rpartition(_BETWEEN)
         if not between:
-            raise InputError(
-                f"{table.where}: column {brief(column)!r} is not 'RUN - METRIC', as W&B names it"
-            )
+            shown = brief(column)
+            raise InputError(f"{table.where}: column {shown!r} is not 'RUN - METRIC', as W&B names it")
         if metric == _STEP:
             continue
-        where = f"{table.where}: {brief(name)}"
-        steps = axis if by_step else f"{name}{_BETWEEN}{_STEP}"
+        steps = axis if plain(axis) in USUAL["step"] else f"{name}{_BETWEEN}{_STEP}"
         if steps not in table.columns:
             raise InputError(
                 f"{table.where}: the chart's axis is {brief(axis)!r}, and no column {brief(steps)!r} has the"
                 " steps; choose Step, and export again"
             )
-        run = runs.setdefault(name, NamedRun(where, name, Points(where), {}, table.fields))
-        _fill(run.points, table, steps, column, metric)
+        _fill(runs.setdefault(name, _empty(table, name)).points, table, steps, column, metric)
     return [run for run in runs.values() if run.points.records()]
 
 
 def run_columns(table: Table, columns: Columns) -> list[NamedRun]:
     """Return the runs of a table with a column of steps and else one for each run; none if it is another.
 
-    It is another if its file's name is of the pattern, or a column says arm, seed or run of a row.
-
-    Args:
-        table: the table.
-        columns: names that the user gave; the pattern is that of the columns' names.
-
-    Raises:
-        InputError: some columns are of the pattern, and others are not; or a cell is not a number.
+    The user's pattern is that of the columns' names. It is another table if its file's name is of the
+    pattern, or a column says arm, seed or run of a row. InputError if some columns are of the pattern and
+    others are not, or a cell is not a number.
     """
     steps = [name for name in table.columns if name == columns.step or plain(name) in USUAL["step"]][:1]
     names = [name for name in table.columns if name not in steps]
@@ -83,22 +70,24 @@ def run_columns(table: Table, columns: Columns) -> list[NamedRun]:
     by_rows = any(plain(name) in (*USUAL["arm"], *USUAL["seed"], *USUAL["run"]) for name in names)
     if not steps or by_rows or "{seed}" not in pattern or is_of(pattern, PurePath(table.where).stem):
         return []
-    of_runs = [name for name in names if is_of(pattern, name)]
-    if len(of_runs) < 2:
+    runs = [_empty(table, name) for name in names if is_of(pattern, name)]
+    if len(runs) < 2:
         return []
-    for name in names:
-        if name not in of_runs and name not in columns.without:
-            raise InputError(
-                f"{table.where}: {len(of_runs)} columns are runs by {pattern!r}, and column {brief(name)!r}"
-                f" is not; --without {quote(brief(name))} leaves it out"
-            )
+    others = (name for name in names if not is_of(pattern, name) and name not in columns.without)
+    if (other := next(others, None)) is not None:
+        raise InputError(
+            f"{table.where}: {len(runs)} columns are runs by {pattern!r}, and column {brief(other)!r}"
+            f" is not; --without {quote(brief(other))} leaves it out"
+        )
     metric = columns.asked or next(iter((columns.metrics or {}).values()), "value")
-    runs = []
-    for name in of_runs:
-        where = f"{table.where}: {brief(name)}"
-        runs.append(NamedRun(where, name, Points(where), {}, table.fields))
-        _fill(runs[-1].points, table, steps[0], name, metric)
+    for run in runs:
+        _fill(run.points, table, steps[0], run.name, metric)
     return runs
+
+
+def _empty(table: Table, name: str) -> NamedRun:
+    where = f"{table.where}: {brief(name)}"
+    return NamedRun(where, name, Points(where), {}, table.fields)
 
 
 def _fill(points: Points, table: Table, steps: str, column: str, metric: str) -> None:
@@ -113,14 +102,13 @@ def _fill(points: Points, table: Table, steps: str, column: str, metric: str) ->
                 if any(not cells.is_empty(cell_of.get(column + bound)) for bound in _BOUNDS):
                     raise ValueError("is empty, and its minimum or maximum is not")
                 continue
-            value = cells.number(cell_of[column])
-            for own in (column, steps):
-                for shown in (own, *(own + bound for bound in _BOUNDS)):
-                    if shown in cell_of and not cells.same(
-                        cells.number(cell_of[shown]), mean := cells.number(cell_of[own])
-                    ):
-                        raise ValueError(f"differs from the mean {mean!r}: the chart shows means; {_HISTORY}")
+            means: dict[str, float] = {}
+            for shown in beside:
+                value = cells.number(cell_of[shown])
+                mean = means.setdefault(shown if shown in (column, steps) else shown[:-5], value)
+                if not cells.same(value, mean):
+                    raise ValueError(f"differs from the mean {mean!r}: the chart shows means; {_HISTORY}")
             shown = steps
-            points.add(line, cells.step_of(cell_of[steps]), metric, value)
+            points.add(line, cells.step_of(cell_of[steps]), metric, means[column])
         except ValueError as error:
             raise InputError(f"{table.at(row)}: column {brief(shown)!r}: {error}") from None

@@ -75,15 +75,9 @@ def message_class() -> Any:
 
 
 def read_run(path: Path, fields: Mapping[str, str], said: list[str]) -> NamedRun:
-    """Return the run of a file.
+    """Return the run of a file, and say that its end is cut, if it is.
 
-    Args:
-        path: the file.
-        fields: what its path says.
-        said: list to which a sentence on an end that is cut is added.
-
-    Raises:
-        InputError: the file is damaged, or the run logged no numbers.
+    InputError if the file is damaged, or the run logged no numbers.
     """
     from google.protobuf.message import DecodeError
 
