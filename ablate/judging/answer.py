@@ -18,7 +18,6 @@ from ablate.judging.sources import each_once, read
 from ablate.judging.tables import Table, runs_of
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
-from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_document
 from ablate.store.ledger import Ledger
 
@@ -81,36 +80,19 @@ def _finite(value: Json) -> Json:
 
 
 def judgement_of(ledger: Ledger, said: Sequence[str]) -> Judgement:
-    """Return the answer that a ledger of judged runs supports.
-
-    Args:
-        ledger: The ledger, opened for reading.
-        said: Sentences on what was guessed or left out.
-    """
+    """Return the answer that a ledger of judged runs supports, with what was said of reading them."""
     sweep = Comparisons(ledger)
     headline = headline_of(sweep)
-    return Judgement(
-        headline.sentence,
-        headline.answered,
-        [_verdict(arm) for arm in sweep.arms if arm.gap is not None],
-        [(check.kind, check.text) for check in headline.checks],
-        list(said),
-    )
-
-
-def _verdict(arm: ArmSummary) -> ArmVerdict:
-    gap = arm.gap
-    assert gap is not None
-    return ArmVerdict(
-        arm.name,
-        arm.mean,
-        len(arm.values),
-        gap.mean,
-        gap.low,
-        gap.high,
-        gap.sides is None,
-        verdict_document(arm.verdict),
-    )
+    arms = [
+        ArmVerdict(
+            *(arm.name, arm.mean, len(arm.values), gap.mean, gap.low, gap.high, gap.sides is None),
+            verdict_document(arm.verdict),
+        )
+        for arm in sweep.arms
+        if (gap := arm.gap) is not None
+    ]
+    checks = [(check.kind, check.text) for check in headline.checks]
+    return Judgement(headline.sentence, headline.answered, arms, checks, list(said))
 
 
 def judge(
@@ -176,15 +158,9 @@ def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
 
 
 def named_columns(columns: Mapping[str, str], metric: str | None, without: Sequence[str] = ()) -> Columns:
-    """Return the columns that a user named.
+    """Return the columns that a user named, by role, and the pattern of names, by `name`.
 
-    Args:
-        columns: Column by role: arm, seed, step, run; or a pattern of a run's name, by `name`.
-        metric: METRIC=COLUMN, or a column whose name says the metric.
-        without: Names of runs to be left out.
-
-    Raises:
-        InputError: There is no such role.
+    The metric is METRIC=COLUMN, or a column whose name says it. InputError for a role that does not exist.
     """
     roles = [*USUAL, "name"]
     for role in columns:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,8 +74,7 @@ class Chosen:
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
     """Return the runs that can be compared with their metric, and sentences on what was decided.
 
-    Raises:
-        InputError: No runs, no such metric or arm, or an arm that is two configurations.
+    InputError for no runs, no such metric or arm, or an arm that is two configurations.
     """
     if question.against not in (named := dict.fromkeys(run.arm for run in runs if run.arm)):
         fields = (field for run in runs for field, value in run.config.items() if value == question.against)
@@ -120,27 +119,25 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         raise InputError(
             f"metric {metric.name!r}: {NAMING}; rename it: --metric {shlex.quote(f'NAME={metric.name}')}"
         )
-    kept = []
+    usable, kept = [], []
     open_ends: dict[tuple[str, str], list[ForeignRun]] = {}
     for run in runs:
         if not question.counts(run):
             open_ends.setdefault((run.arm, run.ended), []).append(run)
-        elif metric.name not in run.records or not run.records[metric.name]:
-            left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it has no {metric.name}")
+        elif run.records.get(metric.name):
+            usable.append(run)
         else:
-            kept.append(run)
+            left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it has no {metric.name}")
     for (arm, _), alike in open_ends.items():
         left_out.setdefault(arm, []).append(_unfinished(alike))
-    steps = 0
-    if kept:
-        judged = [run for run in kept if run.arm != question.floor] or kept
-        steps = compared_step(judged, question.against, metric.name, question.at)
-        late = [run for run in kept if last_until(run.records[metric.name], steps) < 0]
-        kept = [run for run in kept if last_until(run.records[metric.name], steps) >= 0]
-        for run in late:
+    judged = [run for run in usable if run.arm != question.floor] or usable
+    steps = compared_step(judged, question.against, metric.name, question.at) if judged else 0
+    for run in usable:
+        if last_until(run.records[metric.name], steps) >= 0:
+            kept.append(with_rates(run, metric.name, steps))
+        else:
             why = f"{run.name} is left out: it has no {metric.name} up to step {steps}"
             left_out.setdefault(run.arm, []).append(why)
-        kept = [with_rates(run, metric.name, steps) for run in kept]
     said = [sentence for sentences in left_out.values() for sentence in sentences]
     if not kept:
         raise InputError(f"no run is left: {'; '.join(said[:3])}")
@@ -150,8 +147,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     unlike = {name: found for name, found in unlike.items() if name not in question.ignored}
     if own := sorted(own_fields(kept) - {*question.ignored, *unlike}):
         said.append(f"not compared, since they say which run it is: {', '.join(map(brief, own))}")
-    warnings = [*unlike.values()]
-    said += warnings
+    said += (warnings := [*unlike.values()])
     misfits = {_short_name(run) for run in runs if not run.arm}
     short = _short(kept, question, metric.name, steps, misfits)
     for run in short:
@@ -185,9 +181,8 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
 
 def _unfinished(runs: Sequence[ForeignRun]) -> str:
     """Return a sentence on runs of one arm that are not done, for one reason."""
-    first, *more = runs
-    names = ", ".join(map(_short_name, runs))
-    subject = f"{len(runs)} runs of {first.arm} ({names}) are" if more else f"{first.name} is"
+    first, names = runs[0], ", ".join(map(_short_name, runs))
+    subject = f"{len(runs)} runs of {first.arm} ({names}) are" if len(runs) > 1 else f"{first.name} is"
     ignored = " ".join(f"--ignore {shlex.quote(name)}" for name in first.states)
     return f"{subject} left out: {first.ended}" + f" ({ignored})" * bool(ignored)
 
@@ -200,12 +195,11 @@ def _short(
     for name in question.without:
         if name in misfits:
             continue
-        named = [
-            run for run in runs if name in (run.name, _short_name(run)) or run.name.endswith(f" ({name})")
-        ]
+        ends = f" ({name})"
+        named = [run for run in runs if name in (run.name, _short_name(run)) or run.name.endswith(ends)]
         if len(named) != 1:
-            names = [_short_name(run) for run in runs]
-            why = f"{len(named)} runs have this name" if named else f"no such run; {nearest(name, names)}"
+            hint = nearest(name, map(_short_name, runs))
+            why = f"{len(named)} runs have this name" if named else f"no such run; {hint}"
             raise InputError(f"--without {name}: {why}")
         if not _ended_early(named[0], metric, steps):
             last, value = max(named[0].records[metric].items())
@@ -230,8 +224,8 @@ def _ended_early(run: ForeignRun, metric: str, steps: int) -> bool:
 
 def _remedies(runs: Sequence[ForeignRun], metric: str, steps: int) -> Iterator[str]:
     """Yield how an arm gets a verdict of which runs lack the step that is compared."""
-    whole = {run.arm for run in runs if steps in run.records[metric]}
     short = [run for run in runs if _ended_early(run, metric, steps)]
+    whole = {run.arm for run in runs if steps in run.records[metric]}
     for run in [run for run in short if run.arm in whole][:_MOST_FIELDS]:
         yield (
             f"{run.name} ends at step {max(run.records[metric])} of {steps}, so {run.arm} has no verdict;"
@@ -268,37 +262,30 @@ def _usual_metric(runs: Sequence[ForeignRun]) -> str:
 
 
 def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -> None:
-    """Raise InputError if the runs of an arm have different configurations, with the fields.
-
-    Ids, places and times do not count.
-    """
-    own = own_fields(runs)
+    """Raise InputError, with the fields, if runs of an arm differ in more than ids, places and times."""
+    skipped = own_fields(runs) | {*question.ignored}
     problems = []
     for arm, of_arm in by_arm(runs).items():
-        found = {
-            name: values
-            for name, values in values_by_field(of_arm).items()
-            if len(values) > 1 and name not in own and name not in question.ignored
-        }
+        fields = values_by_field(of_arm).items()
+        found = {name: sorted(values) for name, values in fields if len(values) > 1 and name not in skipped}
         if found:
-            shown = "; ".join(f"{name} {_listed(values)}" for name, values in [*found.items()][:_MOST_FIELDS])
-            first = next(iter(found))
-            fields = " ".join(f"--ignore {shlex.quote(name)}" for name in [*found][:_MOST_FIELDS])
-            seed = f" or as the seed (--column {shlex.quote(f'seed={first}')})"
-            recorded = is_rate(first) and any(is_rate(name) for run in runs for name in run.records)
-            column = "" if recorded else f" (--column {shlex.quote(f'arm=ARM,{first}')})"
+            named = [*found][:_MOST_FIELDS]
+            shown = "; ".join(
+                f"{name} {' and '.join(found[name][:3])}"
+                + (f" and {len(found[name]) - 3} more" if len(found[name]) > 3 else "")
+                for name in named
+            )
+            options = " ".join(f"--ignore {shlex.quote(name)}" for name in named)
+            seed = f" or as the seed (--column {shlex.quote(f'seed={named[0]}')})"
+            recorded = is_rate(named[0]) and any(is_rate(name) for run in runs for name in run.records)
+            column = "" if recorded else f" (--column {shlex.quote(f'arm=ARM,{named[0]}')})"
             problems.append(
                 f"{arm}: its runs have different configurations ({shown}), so their spread is not that of"
                 f" seeds; name the arms by these fields too{column}"
-                f"{seed * all(run.seed is None for run in runs)}, or pass {fields} if they do not matter"
+                f"{seed * all(run.seed is None for run in runs)}, or pass {options} if they do not matter"
             )
     if problems:
         raise InputError(*problems)
-
-
-def _listed(values: Iterable[str]) -> str:
-    first = sorted(values)
-    return " and ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
 
 
 def differing(runs: Sequence[ForeignRun], question: Question) -> dict[str, dict[str, list[Json]]]:

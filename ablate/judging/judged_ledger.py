@@ -15,14 +15,7 @@ from ablate.execution.sweep_control import check, damage, put_aside
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
 from ablate.files import Busy, Json, lock, no_folder_name
-from ablate.judging.chosen_runs import (
-    Chosen,
-    Question,
-    comparable,
-    differing,
-    numbered,
-    prepared,
-)
+from ablate.judging.chosen_runs import Chosen, Question, comparable, differing, numbered, prepared
 from ablate.judging.compared_step import last_until
 from ablate.judging.names import places_of
 from ablate.judging.run import Found, by_arm
@@ -40,19 +33,9 @@ from ablate.training.metric_names import recordable
 def write_ledger(state: Path, name: str, found: Found, question: Question, files: bool = True) -> list[str]:
     """Write the ledger of these runs to `sweeps/NAME` of a state folder, in place of an earlier one.
 
-    Args:
-        state: State folder.
-        name: Name of the judgement.
-        found: The runs.
-        question: The comparison.
-        files: True to write the files of the runs, too.
-
-    Returns:
-        Further sentences, on what is decided here: the metric, runs that are left out; where a damaged ledger
-        is kept.
-
-    Raises:
-        InputError: The runs cannot be compared, or a sweep has this name.
+    With `files`, the files of the runs, too. Return further sentences, on what is decided here: the metric,
+    runs that are left out; where a damaged ledger is kept. InputError if the runs cannot be compared, or a
+    sweep has this name.
     """
     if why := no_folder_name(name):
         raise InputError(f"--as: {why}; give a name such as nvfp4_lr")
@@ -67,12 +50,8 @@ def write_ledger(state: Path, name: str, found: Found, question: Question, files
             unfinished.unlink(missing_ok=True)
             with closing(Ledger(unfinished)) as ledger, ledger.transaction():
                 _fill(ledger, name, chosen, question)
-                origin = Judged(
-                    [reading],
-                    differing(chosen.runs, question),
-                    before.times if before else (),
-                    chosen.reruns,
-                )
+                times = before.times if before else ()
+                origin = Judged([reading], differing(chosen.runs, question), times, chosen.reruns)
                 origin.judged(_now(chosen.metric, question)).write(ledger)
                 if files:
                     more += keep(ledger, Store(state))
@@ -82,29 +61,17 @@ def write_ledger(state: Path, name: str, found: Found, question: Question, files
                 path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
             unfinished.rename(path)
     except Busy as busy:
-        raise InputError(
-            f"{name}: another process ({busy}) writes this name; wait for it, or use --as"
-        ) from None
+        why = f"another process ({busy}) writes this name; wait for it, or use --as"
+        raise InputError(f"{name}: {why}") from None
     return more
 
 
 def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> list[str]:
     """Add runs to the ledger of a sweep, as arms beside its own that were not started here.
 
-    They are compared with an arm of the sweep, unpaired, by its metric; runs of an arm that was added before
-    are replaced.
-
-    Args:
-        state: State folder.
-        name: Name of the sweep.
-        found: The runs.
-        question: The comparison; `against` may be empty if the sweep has one baseline.
-
-    Returns:
-        Sentences on what is decided here.
-
-    Raises:
-        InputError: There is no such sweep or arm, the sweep runs, or the runs lack its metric.
+    They are compared with an arm of the sweep, unpaired, by its metric; `question.against` may be empty if
+    the sweep has one baseline. Runs of an arm that was added before are replaced. Return sentences on what is
+    decided here. InputError if there is no such sweep or arm, the sweep runs, or the runs lack its metric.
     """
     path = state / "sweeps" / name / "ledger.db"
     if no_folder_name(name) or not path.exists():
@@ -119,10 +86,8 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
             metric = _metric_of_sweep(ledger, question)
             _refuse_unlike(ledger)
             base = _baseline(ledger, question.against)
-            ends, theirs = (
-                _ends(ledger, metric.name),
-                [run.records.get(metric.name, ()) for run in found.runs],
-            )
+            ends = _ends(ledger, metric.name)
+            theirs = [run.records.get(metric.name, ()) for run in found.runs]
             at = next((end for end in ends if any(end in steps for steps in theirs)), None)
             chosen, more = comparable(found.runs, replace(question, metric=metric.name, at=at), metric)
             _require_same_end(ledger, chosen, ends)
@@ -144,13 +109,7 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
 
 
 def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
-    """Return what a ledger keeps on the runs of one command.
-
-    Args:
-        found: All runs that were read.
-        chosen: Those of them that are compared.
-        more: Sentences on what was decided after the reading.
-    """
+    """Return what a ledger keeps on all runs of one command, on those compared, and what was said of them."""
     arms = by_arm(chosen.runs)
     return Reading(
         [*arms],
@@ -218,9 +177,7 @@ def _now(metric: Metric, question: Question) -> Occasion:
 
 
 def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> tuple[Judged | None, str]:
-    """Return the origin of an earlier judgement of this name, and the damage to its ledger; InputError if a
-    sweep has the name.
-    """
+    """Return the earlier judgement of this name, and the damage to its ledger. InputError for a sweep."""
     kept, why = kept_alone(path.parent), absent(path)
     before = Judged.parse(kept.origin, name) if kept else None
     if why and not (path.parent / "judged.json").exists():
@@ -278,9 +235,6 @@ def changed_since(judged: Judged) -> str:
     return f"read from {judged.places}" + (", unchanged since" if read else "")
 
 
-# Into the ledger
-
-
 def _fill(ledger: Ledger, name: str, chosen: Chosen, question: Question) -> None:
     """Write facts, arms and runs."""
     metric = chosen.metric
@@ -297,13 +251,7 @@ def _fill(ledger: Ledger, name: str, chosen: Chosen, question: Question) -> None
 
 
 def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None:
-    """Add runs to the arms of a ledger, as trials that are over.
-
-    Args:
-        ledger: Ledger that is open for writing, in a transaction.
-        numbers: Number of each arm by name.
-        chosen: The runs.
-    """
+    """Add runs to the arms of a ledger in a transaction, as trials that are over; `numbers` is by arm."""
     now, metric = time.time(), chosen.metric.name
     measured = {run.arm for run in chosen.runs}
     for run, seed in numbered([*chosen.runs, *(run for run in chosen.short if run.arm in measured)]):
