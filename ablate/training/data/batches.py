@@ -13,18 +13,9 @@ Batch = tuple[Tensor, Tensor]
 
 
 def bits(stream: str, seed: int, step: int, micro_batch: int, count: int, purpose: int = 0) -> Tensor:
-    """Return four words of 32 bits for each of `count` things, a function of the arguments alone.
+    """Return four words of 32 bits for each of `count` things, such as sequences: int64 [4, count].
 
-    Args:
-        stream: one of `philox.STREAMS`.
-        seed: the trial's seed.
-        step: optimizer step.
-        micro_batch: number of the micro-batch in the step.
-        count: number of things, such as the sequences or images of a batch.
-        purpose: last word of the counter: several draws for the same thing.
-
-    Returns:
-        int64 [4, count].
+    They are a function of the arguments alone; `purpose` numbers several draws for the same thing.
     """
     counter = torch.empty(4, count, dtype=torch.int64)
     counter[0] = torch.arange(count)
@@ -41,21 +32,9 @@ def indices(seed: int, step: int, micro_batch: int, count: int, below: int) -> T
 def training_batch(
     corpus: Corpus, seed: int, step: int, micro_batch: int, sequences: int, context: int
 ) -> Batch:
-    """Return random windows of the training text, a function of the arguments alone.
+    """Return random windows of the training text, on the CPU, a function of the arguments alone.
 
-    Args:
-        corpus: the text.
-        seed: the trial's seed.
-        step: optimizer step.
-        micro_batch: number of the micro-batch in the step.
-        sequences: number of windows.
-        context: tokens of each; the training text has more.
-
-    Returns:
-        Inputs and targets, each int64 [sequences, context], on the CPU.
-
-    Raises:
-        ValueError: a token id is beyond the vocabulary.
+    The text has more tokens than `context`. ValueError for an id beyond the vocabulary.
     """
     starts = indices(seed, step, micro_batch, sequences, len(corpus.train) - context)
     return _windows(corpus, corpus.train, starts.tolist(), context)
@@ -64,17 +43,8 @@ def training_batch(
 def validation_batches(corpus: Corpus, tokens: int, sequences: int, context: int) -> list[Batch]:
     """Return evenly spaced windows of the validation text, the same for every seed and arm.
 
-    Args:
-        corpus: the text.
-        tokens: number of tokens that all batches together should have.
-        sequences: windows of a batch.
-        context: tokens of each; the validation text has more than one more.
-
-    Returns:
-        As many whole batches as fit into `tokens`, but at least one.
-
-    Raises:
-        ValueError: a token id is beyond the vocabulary.
+    As many whole batches as fit into `tokens`, but at least one; the text has more than `context` + 1 tokens.
+    ValueError for an id beyond the vocabulary.
     """
     count = max(1, tokens // (sequences * context)) * sequences
     starts = np.linspace(0, len(corpus.val) - context - 1, count, dtype=np.int64).tolist()

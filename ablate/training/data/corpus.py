@@ -79,7 +79,12 @@ def _opened(source: TextSource) -> Corpus:
             missing = f"no description of a data set under {folder}; use data: stdlib, or text of yours"
             return _of_bytes(_prose(folder), missing)
         case Shards():
-            return _of_shards(source)
+            digest = hashlib.sha256(f"{source.vocab}".encode())
+            train, val = (
+                shards.opened(documents.named([pattern]), source.dtype, source.vocab, digest, whole=True)
+                for pattern in (source.train, source.val)
+            )
+            return Corpus(train, val, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
         case TextFiles():
             held = [source.val] if source.val else None
             job = jobs.of_files([source.text], held, source.column, source.val_fraction)
@@ -91,11 +96,9 @@ def _opened(source: TextSource) -> Corpus:
 
 
 def _of_bytes(files: Iterable[tuple[str, bytes, int]], missing: str) -> Corpus:
-    """Return the bytes of some files as a corpus.
+    """Return files as a corpus of bytes: name and content of each, and how many of its first bytes train.
 
-    Args:
-        files: name and content of each file, and how many of its first bytes train; the others validate.
-        missing: message of the ValueError if there is no file.
+    The others validate. ValueError with the message `missing` if there is no file.
     """
     digest = hashlib.sha256()
     parts: tuple[list[bytes], list[bytes]] = [], []
@@ -111,7 +114,12 @@ def _of_bytes(files: Iterable[tuple[str, bytes, int]], missing: str) -> Corpus:
 
 def _stdlib(library: Path) -> Iterator[tuple[str, bytes, int]]:
     """Yield the source files of Python's standard library, of which every tenth validates."""
-    for name in sorted(_sources(library)):
+    names: list[str] = []
+    for folder, inner, files in os.walk(library):
+        inner[:] = [name for name in inner if name not in _EXCLUDED]
+        paths = (Path(folder, name) for name in files if name.endswith(".py"))
+        names += [path.relative_to(library).as_posix() for path in paths]
+    for name in sorted(names):
         content = (library / name).read_bytes()
         held = hashlib.sha256(name.encode()).digest()[0] % _VALIDATION_SHARE == 0
         yield name, content, 0 if held else len(content)
@@ -124,28 +132,8 @@ def _prose(folder: Path) -> Iterator[tuple[str, bytes, int]]:
         yield path.name, content, len(content) - len(content) // _VALIDATION_SHARE
 
 
-def _sources(root: Path) -> Iterator[str]:
-    for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in _EXCLUDED]
-        yield from (
-            (Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py")
-        )
-
-
-def _of_shards(source: Shards) -> Corpus:
-    digest = hashlib.sha256(f"{source.vocab}".encode())
-    train, val = (
-        shards.opened(documents.named([pattern]), source.dtype, source.vocab, digest, whole=True)
-        for pattern in (source.train, source.val)
-    )
-    return Corpus(train, val, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
-
-
 def _made(job: jobs.Job, name: str) -> Corpus:
-    """Return the corpus in the cache under the job's key, made if it is not there.
-
-    Prints a notice if that takes long.
-    """
+    """Return the corpus in the cache under the job's key; make it if it is absent, with a notice if slow."""
     seen = 0
 
     def progress(activity: str, size: int) -> None:

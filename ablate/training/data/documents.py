@@ -34,13 +34,9 @@ class Piece(NamedTuple):
 
 
 def named(patterns: Iterable[str]) -> list[Path]:
-    """Return the files that match paths or globs, sorted within each pattern, none twice.
+    """Return the files that match paths or globs with `~` and `**`, sorted within each pattern, none twice.
 
-    Args:
-        patterns: paths or globs; `~` stands for the home folder, and `**` for any folders.
-
-    Raises:
-        OSError: a pattern matches no file.
+    OSError if a pattern matches no file.
     """
     result: dict[Path, None] = {}
     for pattern in patterns:
@@ -53,16 +49,10 @@ def named(patterns: Iterable[str]) -> list[Path]:
 
 
 def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:
-    """Yield all documents of some files, in order.
+    """Yield all documents of some files, in order: a column of JSON lines or Parquet, or a text file each.
 
-    Args:
-        paths: JSON lines (`.jsonl`, `.ndjson`), Parquet, or text files, each of which is one document.
-        column: name of the column of documents in JSON lines and Parquet.
-        longest: largest number of bytes of the pieces that a text file is cut into.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged, or has no text in that column.
+    A text file is cut into pieces of `longest` bytes or fewer. OSError if a file cannot be read, ValueError
+    if it is damaged, or has no text in that column.
     """
     for path in paths:
         if path.suffix in (".jsonl", ".ndjson"):
@@ -74,17 +64,7 @@ def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:
 
 
 def document(value: object, name: str, column: str, columns: Iterable[str]) -> Piece:
-    """Return the piece for one row's value in a column.
-
-    Args:
-        value: the value.
-        name: name of the file or dataset with the row, for the piece and for an error's message.
-        column: name of the column.
-        columns: names of all columns of the row, for an error's message.
-
-    Raises:
-        ValueError: the value is no text.
-    """
+    """Return the piece for a row's value. ValueError, with row's name and columns, if it is no text."""
     if not isinstance(value, str):
         raise ValueError(f"{name}: no text in column {column!r}; its columns: {', '.join(columns)}")
     return Piece(value.encode("utf-8", "surrogatepass"), True, name)

@@ -4,16 +4,8 @@ from typing import TypedDict
 
 from ablate.errors import redact
 from ablate.training.data import hub, images, sources
-from ablate.training.data.corpus import Corpus, open_corpus
-from ablate.training.data.images import (
-    Cifar10,
-    Cifar100,
-    Folder,
-    HubImages,
-    ImageSet,
-    ImageSource,
-    open_images,
-)
+from ablate.training.data.corpus import open_corpus
+from ablate.training.data.images import Cifar10, Cifar100, Folder, HubImages, ImageSource, open_images
 from ablate.training.data.sources import HubText, TextSource
 
 KINDS = (str, *sources.KINDS.values(), *images.KINDS.values())
@@ -35,22 +27,26 @@ class DataFacts(TypedDict):
 
 
 def facts(source: TextSource | ImageSource) -> DataFacts:
-    """Return the description of a source.
+    """Return the description of a source, whose data are opened, and tokenised or decoded if not done yet.
 
-    Args:
-        source: a source of text or images. Its data are opened, and tokenised or decoded if they were not
-            yet.
-
-    Raises:
-        OSError: the data cannot be read; see `open_corpus` and `open_images`.
-        ValueError: the data are damaged.
+    OSError and ValueError as of `open_corpus` and `open_images`.
     """
     name, kind, location = _location(source)
+    counts: dict[str, float]
     match source:
         case "digits" | "photos" | Cifar10() | Cifar100() | Folder() | HubImages():
-            columns, counts = _of_images(open_images(source))
+            images = open_images(source)
+            form, classes = " x ".join(map(str, images.shape)), images.classes
+            columns = {"image": f"uint8, {form}", "label": f"integer from 0 to {classes - 1}"}
+            counts = {"train images": len(images.train), "validation images": len(images.val)}
+            counts |= {"classes": classes}
         case _:
-            columns, counts = _of_corpus(open_corpus(source))
+            corpus = open_corpus(source)
+            columns = {"token": f"integer from 0 to {corpus.vocab - 1}"}
+            counts = {"train tokens": len(corpus.train), "validation tokens": len(corpus.val)}
+            counts |= {"vocabulary": corpus.vocab}
+            if corpus.bytes_per_token:
+                counts["bytes per token"] = round(corpus.bytes_per_token, 4)
     return {
         "name": redact(name),
         "type": kind,
@@ -61,7 +57,6 @@ def facts(source: TextSource | ImageSource) -> DataFacts:
 
 
 def _location(source: TextSource | ImageSource) -> tuple[str, str, dict[str, str | None]]:
-    """Return name, type and location of a source."""
     if isinstance(source, str):
         return source, "package", {"name": source}
     if not isinstance(source, HubText | HubImages):
@@ -72,26 +67,3 @@ def _location(source: TextSource | ImageSource) -> tuple[str, str, dict[str, str
     commit = hub.version(source.dataset, source.revision, "")
     named = {"path": source.dataset, "config_name": source.config, "split": source.split, "revision": commit}
     return source.dataset, "hugging_face", named
-
-
-def _of_corpus(corpus: Corpus) -> tuple[dict[str, str], dict[str, float]]:
-    """Return columns and counts."""
-    counts: dict[str, float] = {
-        "train tokens": len(corpus.train),
-        "validation tokens": len(corpus.val),
-        "vocabulary": corpus.vocab,
-    }
-    if corpus.bytes_per_token:
-        counts["bytes per token"] = round(corpus.bytes_per_token, 4)
-    return {"token": f"integer from 0 to {corpus.vocab - 1}"}, counts
-
-
-def _of_images(images: ImageSet) -> tuple[dict[str, str], dict[str, float]]:
-    """Return columns and counts."""
-    channels, height, width = images.shape
-    columns = {
-        "image": f"uint8, {channels} x {height} x {width}",
-        "label": f"integer from 0 to {images.classes - 1}",
-    }
-    counts: dict[str, float] = {"train images": len(images.train), "validation images": len(images.val)}
-    return columns, counts | {"classes": images.classes}

@@ -25,13 +25,8 @@ def local(dataset: str) -> Path | None:
 def version(dataset: str, revision: str | None, instead: str) -> str:
     """Return the commit of a dataset, or the digest of a local folder's files.
 
-    Args:
-        dataset: a name on the hub, or a local folder.
-        revision: a commit, tag or branch; None: the newest. The answer is cached for all later calls.
-        instead: clause for an error's message: the alternatives without a network.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such dataset or revision.
+    The newest commit if `revision` is None; cached for all later calls. OSError, with the alternatives
+    without a network (`instead`), if the hub cannot be reached, or has no such dataset or revision.
     """
     if folder := local(dataset):
         return digest(below(folder))
@@ -42,27 +37,13 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
 def commit_of(kind: Literal["tokenizer", "model"], name: str, instead: str) -> str:
     """Return the commit of a model or its tokeniser on the hub, cached after the first request.
 
-    Args:
-        kind: which of the two.
-        name: name of a model on the hub.
-        instead: clause for an error's message: the alternatives without a network.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such model.
+    OSError if the hub cannot be reached, or has no such model.
     """
     return remembered(key_of(kind, name), partial(latest_commit, kind, name, None, instead))
 
 
 def tokenizer_file(name: str, instead: str) -> Path:
-    """Return the path of the downloaded `tokenizer.json` of a model on the hub.
-
-    Args:
-        name: name of a model on the hub.
-        instead: clause for an error's message: the alternatives without a network.
-
-    Raises:
-        OSError: the file cannot be fetched.
-    """
+    """Return the path of the downloaded `tokenizer.json` of a model on the hub. OSError if there is none."""
     commit = commit_of("tokenizer", name, instead)
     with _as_os_error(f"tokenizer {name}: its tokenizer.json cannot be fetched"):
         from huggingface_hub import hf_hub_download
@@ -73,17 +54,10 @@ def tokenizer_file(name: str, instead: str) -> Path:
 def rows(
     dataset: str, config: str | None, split: str, commit: str, raw: str | None = None
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of a split, streamed.
+    """Yield the rows of a split, streamed, at a commit from `version`.
 
-    Args:
-        dataset: a name on the hub, or a local folder.
-        config: name of the dataset's configuration, if it has several.
-        split: name of the split.
-        commit: commit of the dataset, from `version`.
-        raw: name of a column of images, which are yielded undecoded, as {bytes, path}.
-
-    Raises:
-        OSError: the dataset cannot be read, or has no column `raw`.
+    Images of the column `raw` are yielded undecoded, as {bytes, path}. OSError if the dataset cannot be read,
+    or has no such column.
     """
     quiet()
     try:

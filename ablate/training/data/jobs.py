@@ -79,17 +79,10 @@ class Job:
 
 
 def of_files(patterns: list[str], val: list[str] | None, column: str, val_fraction: float) -> Job:
-    """Return the job for text files, JSON lines or Parquet.
+    """Return the job for text files, JSON lines or Parquet, and those that validate, by paths or globs.
 
-    Args:
-        patterns: paths or globs of the text.
-        val: paths or globs of the validation text, if any.
-        column: name of the column of documents.
-        val_fraction: part of the text to hold out if there is no validation text.
-
-    Raises:
-        OSError: a pattern matches no file.
-        ValueError: a file is no text.
+    Without any, `val_fraction` of the text is held out. OSError if a pattern matches no file, ValueError if a
+    file is no text.
     """
     files, held = documents.named(patterns), documents.named(val or [])
     if packed := next((path for path in (*files, *held) if path.suffix in documents.PACKED), None):
@@ -108,11 +101,7 @@ def of_files(patterns: list[str], val: list[str] | None, column: str, val_fracti
 
 
 def of_dataset(dataset: HubText) -> Job:
-    """Return the job for a dataset of the hub, or in a local folder.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such dataset or revision.
-    """
+    """Return the job for a dataset of the hub, or in a local folder. OSError as of `hub.version`."""
     commit = hub.version(dataset.dataset, dataset.revision, _INSTEAD)
     name, column = dataset.dataset, dataset.column
 

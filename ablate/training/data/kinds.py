@@ -18,9 +18,7 @@ T = TypeVar("T")
 def either(names: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminator:
     """Return the discriminator of a union of sources, whose error lists all that a source may be.
 
-    Args:
-        names: names of built-in sources; their union member is tagged `word`.
-        kinds: classes of the other sources, keyed by their tag, a field that only they have.
+    The union's member of built-in names is tagged `word`, other classes by a field that only they have.
     """
 
     def kind(value: object) -> str | None:
@@ -44,13 +42,7 @@ def places(source: object) -> frozenset[str]:
 
 
 def without_places(fields: Json, source: object) -> Json:
-    """Return the JSON data of a source of data without the fields that only locate it.
-
-    Args:
-        fields: the source's fields as JSON data, or the name of a built-in source, which is returned as it
-            is.
-        source: the source, whose class lists those fields.
-    """
+    """Return the JSON data of a source without the fields that only locate it; a built-in name as it is."""
     if not isinstance(fields, dict):
         return fields
     paths = places(source)
@@ -58,13 +50,10 @@ def without_places(fields: Json, source: object) -> Json:
 
 
 def located(value: T, folder: Path) -> T:
-    """Return a configuration with its relative paths made absolute.
+    """Return a configuration with paths that are relative to the experiment file's folder made absolute.
 
-    Args:
-        value: the configuration; a value that is no `Spec` has no paths. The class of a `Spec` lists its
-            fields of paths: `PATHS` (files, folders, globs), and `NAMES`, which may be names on a hub too and
-            stay as they are unless such a folder exists.
-        folder: folder of the experiment file, which paths are relative to.
+    A value that is no `Spec` has no paths. The class of a `Spec` lists its fields of paths: `PATHS` (files,
+    folders, globs), and `NAMES`, which may be names on a hub too and stay unless such a folder exists.
     """
     if not isinstance(value, Spec):
         return value

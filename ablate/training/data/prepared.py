@@ -53,18 +53,10 @@ class About(Spec):
 
 
 def prepare(folder: Path, job: Job) -> About:
-    """Tokenise a text into a folder.
+    """Tokenise a text into an empty folder, and return the content of its data.json.
 
-    Args:
-        folder: an empty folder.
-        job: the text, and how to tokenise it; its `progress` is called.
-
-    Returns:
-        The content of data.json.
-
-    Raises:
-        OSError: the text or the tokeniser cannot be read.
-        ValueError: the text is damaged or too short, or the tokeniser cannot encode it.
+    OSError if the text or the tokeniser cannot be read. ValueError if the text is damaged or too short, or
+    the tokeniser cannot encode it.
     """
     tokeniser = open_tokeniser(job.tokenizer, job.training)
     train, val = (shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens) for name in ("train", "val"))
@@ -112,15 +104,7 @@ def prepare(folder: Path, job: Job) -> About:
 
 
 def about(folder: Path) -> About:
-    """Return the content of a folder's data.json.
-
-    Args:
-        folder: a folder that `prepare` wrote.
-
-    Raises:
-        OSError: there is no data.json.
-        ValueError: it is damaged.
-    """
+    """Return the content of a folder's data.json. OSError if there is none, ValueError if it is damaged."""
     path = folder / ABOUT
     if not path.is_file():
         raise OSError(
@@ -139,37 +123,29 @@ def about(folder: Path) -> About:
 def read(folder: Path) -> tuple[About, Joined, Joined]:
     """Return a folder's data.json, its training ids and its validation ids.
 
-    Args:
-        folder: a folder that `prepare` wrote.
-
-    Raises:
-        OSError: a file is missing.
-        ValueError: data.json or a shard is damaged, or the shards are not those that data.json describes.
+    OSError if a file is missing. ValueError if one is damaged, or not a shard that data.json describes.
     """
     described = about(folder)
     parts = described.train, described.val
     texts, sample = _sampled(folder, parts, described.vocab)
-    if (
-        sample != described.sample
-        or [*map(len, texts)] != [part.tokens for part in parts]
-        or _fingerprint(folder, described, texts) != described.fingerprint
-    ):
-        raise ValueError(f"{folder}: its shards are not those that {ABOUT} describes; prepare the text again")
-    return described, texts[0], texts[1]
 
-
-def _fingerprint(folder: Path, described: About, texts: Sequence[Joined]) -> str:
-    """Return the hash of the vocabulary and all tokens of a folder; kept until one of its shards changes."""
-
-    def find() -> str:
+    def fingerprint() -> str:
         digest = hashlib.sha256(f"{described.vocab}".encode())
         for text in texts:
             digest.update(text.digest().encode())
         return digest.hexdigest()[:16]
 
-    parts = described.train.shards, described.val.shards
-    content = cache.digest([folder / name for names in parts for name in names])
-    return cache.remembered(cache.key_of("tokens", described.vocab, [*map(len, parts)], content), find)
+    def key() -> str:  # another one when a shard changes
+        content = cache.digest([folder / name for part in parts for name in part.shards])
+        return cache.key_of("tokens", described.vocab, [len(part.shards) for part in parts], content)
+
+    if (
+        sample != described.sample
+        or [*map(len, texts)] != [part.tokens for part in parts]
+        or cache.remembered(key(), fingerprint) != described.fingerprint
+    ):
+        raise ValueError(f"{folder}: its shards are not those that {ABOUT} describes; prepare the text again")
+    return described, texts[0], texts[1]
 
 
 def _sampled(folder: Path, parts: Sequence[SplitAbout], vocab: int) -> tuple[list[Joined], str]:

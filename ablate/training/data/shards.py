@@ -88,18 +88,9 @@ Tokens: TypeAlias = np.ndarray | Joined
 
 
 def read(path: Path, dtype: str) -> Shard:
-    """Open a token file.
+    """Open a token file; `dtype` (`uint16` or `uint32`) is the type of the ids of one without a header.
 
-    Args:
-        path: the file.
-        dtype: `uint16` or `uint32`, the type of the ids of a file without a header.
-
-    Returns:
-        Its ids, memory-mapped.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is truncated, or its header is wrong.
+    OSError if it cannot be read, ValueError if it is truncated, or its header is wrong.
     """
     stat = path.stat()
     size = stat.st_size
@@ -127,19 +118,11 @@ def read(path: Path, dtype: str) -> Shard:
 def opened(
     paths: Sequence[Path], dtype: str, vocab: int, digest: "hashlib._Hash", whole: bool = False
 ) -> Joined:
-    """Open token files as one text, and add evenly spaced windows of each to a digest.
+    """Open token files as one text, and add evenly spaced windows of each to a digest, in milliseconds.
 
-    Args:
-        paths: the files.
-        dtype: `uint16` or `uint32`, the type of the ids of a file without a header.
-        vocab: number of token ids, from 0.
-        digest: an object of hashlib, which is updated. Windows of many gigabytes take milliseconds.
-        whole: True to add the hash of all bytes of a file too large for its windows to cover it; the cache
-            keeps that hash until the file changes.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged, or an id in one of the windows is beyond the vocabulary.
+    With `whole`, add the hash of all bytes of a file too large for its windows to cover it; the cache keeps
+    that hash until the file changes. OSError and ValueError as of `read`; ValueError if an id in one of the
+    windows is beyond the vocabulary.
     """
     parts = [read(path, dtype) for path in paths]
     for part in parts:
@@ -157,14 +140,7 @@ def opened(
 
 
 class Writer:
-    """Writer of ids into shards `<name>_000000.bin`, `<name>_000001.bin`, ...
-
-    Args:
-        folder: folder of the shards.
-        name: beginning of their names.
-        dtype: np.uint16 or np.uint32, the type of the ids.
-        most: largest number of tokens of a shard.
-    """
+    """Writer of np.uint16 or np.uint32 ids into shards `<name>_000000.bin`, ..., of `most` tokens at most."""
 
     def __init__(self, folder: Path, name: str, dtype: type, most: int) -> None:
         self.tokens = self.bytes = self.documents = 0

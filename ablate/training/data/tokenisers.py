@@ -52,14 +52,7 @@ class Tokeniser(NamedTuple):
 
 
 def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
-    """Return the kind of tokeniser that a word names.
-
-    Args:
-        word: `bytes`, `bpe:N`, the path of a tokenizer.json or its folder, or the name of a model on the hub.
-
-    Raises:
-        ValueError: the word cannot name a tokeniser.
-    """
+    """Return the kind of tokeniser that a word names. ValueError if it cannot name one."""
     if word == "bytes":
         return "bytes"
     if word.startswith("bpe:"):
@@ -80,12 +73,7 @@ def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
 def identity(word: str) -> str:
     """Return the identity of a tokeniser's content: equal ones give the same ids for the same text.
 
-    Args:
-        word: the word that names the tokeniser.
-
-    Raises:
-        OSError: its file is missing, or the hub cannot be reached.
-        ValueError: the word cannot name a tokeniser.
+    OSError if its file is missing, or the hub cannot be reached.
     """
     match kind(word):
         case "file":
@@ -96,15 +84,10 @@ def identity(word: str) -> str:
 
 
 def open_tokeniser(word: str, text: Callable[[], Iterable[Piece]]) -> Tokeniser:
-    """Open a tokeniser.
+    """Open the tokeniser that a word names; `text` is called for the text that `bpe:N` is trained on alone.
 
-    Args:
-        word: the word that names it.
-        text: returns the text that `bpe:N` is trained on; called for that alone.
-
-    Raises:
-        OSError: its file is missing, or the hub cannot be reached.
-        ValueError: the word names no tokeniser, its file is damaged, or the text is not UTF-8.
+    OSError if its file is missing, or the hub cannot be reached. ValueError if its file is damaged, or the
+    text is not UTF-8.
     """
     match kind(word):
         case "bytes":

@@ -47,22 +47,18 @@ def format_of(text: str) -> LogFormat:
 def open_reader(form: LogFormat) -> LineReader:
     """Return a reader for one log, from its first line.
 
-    Args:
-        form: name of a stack; `{"hf": logging_steps}`, or `{"regex": expression}`.
-
-    Raises:
-        ValueError: there is no such format, or its value is wrong; in one sentence.
+    ValueError, in one sentence, if there is no such format, or its value is wrong.
     """
+    if form == "hf":
+        raise ValueError(hf.NO_STEP)
     if isinstance(form, str):
-        if form in READERS:
-            return OneRank(READERS[form]())
-        if form == "hf":
-            raise ValueError(hf.NO_STEP)
-        raise ValueError(f"no format of logs is {form!r}; there are {', '.join([*READERS, *OPTIONS])}")
-    ((name, value),) = form.items()
-    if name not in OPTIONS:
+        name, opened = form, READERS.get(form)
+    else:
+        ((name, value),) = form.items()
+        opened = partial(OPTIONS[name], value) if name in OPTIONS else None
+    if opened is None:
         raise ValueError(f"no format of logs is {name!r}; there are {', '.join([*READERS, *OPTIONS])}")
-    return OneRank(OPTIONS[name](value))
+    return OneRank(opened())
 
 
 __all__ = [

@@ -31,11 +31,7 @@ _LEFT_OUT = ("epoch", "step", "total_flos", "train_loss", "num_input_tokens_seen
 
 
 class PrintedDicts:
-    """Reader of the dicts of one run, in their order.
-
-    Args:
-        logging_steps: steps between two dicts with a loss, as the Trainer has it.
-    """
+    """Reader of the dicts of one run, in their order, with `logging_steps` between two that have a loss."""
 
     def __init__(self, logging_steps: int) -> None:
         self._every = logging_steps
@@ -46,8 +42,7 @@ class PrintedDicts:
     def __call__(self, line: str) -> LogRecord | None:
         """Return the record of a line; None for one without metrics.
 
-        Raises:
-            Unreadable: it is cut, or its epoch is not that of the step that its place gives.
+        Unreadable if it is cut, or its epoch is not that of the step that its place gives.
         """
         text = line.strip()
         if not text.startswith("{'") and "'epoch'" not in text:
@@ -120,11 +115,7 @@ class _Epoch:
 
 
 def state_records(text: str) -> Iterator[LogRecord]:
-    """Yield the records of a `trainer_state.json`.
-
-    Raises:
-        Unreadable: it is not such a file.
-    """
+    """Yield the records of a `trainer_state.json`. Unreadable if it is not one."""
     try:
         history = json.loads(text)["log_history"]
         for entry in history:

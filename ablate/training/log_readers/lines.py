@@ -51,9 +51,6 @@ class OneRank:
 
     Metrics of other ranks are passed over. Unreadable are those with a rank's prefix after some without one,
     which may be of the same rank.
-
-    Args:
-        reader: reader of the stack's text.
     """
 
     def __init__(self, reader: LineReader) -> None:
@@ -82,11 +79,7 @@ def plain(line: str) -> tuple[int | None, str]:
 
 
 def number(text: str) -> float:
-    """Return the number that a text is, NaN and infinities included.
-
-    Raises:
-        ValueError: it is not a number, or no float can hold it.
-    """
+    """Return the number that a text is, NaN and infinities included. ValueError if no float can hold it."""
     form = _FLOAT.fullmatch(text.strip())
     if form is None:
         raise ValueError(f"{text.strip()[:60]!r} is not a number")

@@ -29,14 +29,9 @@ FORMS = {
 
 
 class Pattern:
-    """Reader of lines that match an expression.
+    """Reader of lines that match an expression of Python, with a group `step` and at least one more.
 
-    Args:
-        expression: regular expression of Python, with a group `step` and at least one more.
-        words: expression of lines that are damaged unless `expression` matches; None: there are none.
-
-    Raises:
-        ValueError: it is not an expression, or lacks a group.
+    Lines that match `words` alone are damaged. ValueError if it is not an expression, or lacks a group.
     """
 
     def __init__(self, expression: str, words: str | None = None) -> None:
@@ -54,8 +49,7 @@ class Pattern:
     def __call__(self, line: str) -> LogRecord | None:
         """Return the record of a line; None if it does not match, or has no metric.
 
-        Raises:
-            Unreadable: a group is not a number, or the line does not match and has words of one that does.
+        Unreadable if a group is not a number, or the line does not match and has words of one that does.
         """
         match = self._form.search(line)
         if match is None:
