@@ -1,6 +1,5 @@
 """Verdicts on runs that were not started here, for Python and as JSON: `ablate.judge`."""
 
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from ablate.errors import InputError, brief, nearest
-from ablate.files import Json
+from ablate.files import Json, finite
 from ablate.judging.chosen_runs import Question
 from ablate.judging.columns import USUAL, Columns, metric_name
 from ablate.judging.judged_ledger import write_ledger
@@ -66,17 +65,8 @@ class Judgement:
 
     def document(self) -> dict[str, Json]:
         """Return it as JSON data; a number that is not finite is null."""
-        return {
-            "answer": self.answer,
-            "answered": self.answered,
-            "arms": [{name: _finite(value) for name, value in vars(arm).items()} for arm in self.arms],
-            "checks": [{"kind": kind, "text": text} for kind, text in self.checks],
-            "said": list(self.said),
-        }
-
-
-def _finite(value: Json) -> Json:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        checks = [{"kind": kind, "text": text} for kind, text in self.checks]
+        return finite(vars(self) | {"arms": list(map(vars, self.arms)), "checks": checks})
 
 
 def judgement_of(ledger: Ledger, said: Sequence[str]) -> Judgement:

@@ -49,7 +49,17 @@ def write_ledger(state: Path, name: str, found: Found, question: Question, files
             unfinished = path.with_name(f"{path.name}.unfinished")
             unfinished.unlink(missing_ok=True)
             with closing(Ledger(unfinished)) as ledger, ledger.transaction():
-                _fill(ledger, name, chosen, question)
+                arms = [
+                    arm for arm in dict.fromkeys(run.arm for run in chosen.runs) if arm != question.against
+                ]
+                what = arms[0] if len(arms) == 1 else f"any of {len(arms)} arms"
+                facts = ledger.facts
+                facts.name, facts.interval, facts.ended = name, "t", "done"
+                facts.question = f"Does {what} differ from {question.against} by {chosen.metric.name}?"
+                facts.metric, facts.metrics = chosen.metric, [chosen.metric.name]
+                base = ledger.add_arm(question.against, {}, None, None, "baseline")
+                numbers = {arm: ledger.add_arm(arm, {}, base, None) for arm in arms}
+                add_runs(ledger, {question.against: base} | numbers, chosen)
                 times = before.times if before else ()
                 origin = Judged([reading], differing(chosen.runs, question), times, chosen.reruns)
                 origin.judged(_now(chosen.metric, question)).write(ledger)
@@ -84,13 +94,16 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
             if Judged.alone(ledger):
                 raise InputError(f"--into {name}: it holds judged runs alone; judge all files together")
             metric = _metric_of_sweep(ledger, question)
-            _refuse_unlike(ledger)
-            base = _baseline(ledger, question.against)
-            ends = _ends(ledger, metric.name)
-            theirs = [run.records.get(metric.name, ()) for run in found.runs]
-            at = next((end for end in ends if any(end in steps for steps in theirs)), None)
-            chosen, more = comparable(found.runs, replace(question, metric=metric.name, at=at), metric)
-            _require_same_end(ledger, chosen, ends)
+            base, series = _baseline(ledger, question.against), metric.name
+            done = (each for each in ledger.members() if each.status == "done" and each.role != "foreign")
+            own = sorted({max(ledger.series(member.trial, series), default=-1) for member in done})
+            steps = [run.records.get(series, ()) for run in found.runs]
+            at = next((end for end in own[::-1] if any(end in each for each in steps)), None)
+            chosen, more = comparable(found.runs, replace(question, metric=series, at=at), metric)
+            theirs = {last_until(run.records[series], chosen.steps) for run in chosen.runs}
+            if own and theirs.difference(own):
+                there, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
+                raise InputError(f"the last {series} is of step {there}, and of step {here} in {ledger.name}")
             reading = _reading(found, chosen, more)
             before = Judged.of(ledger) or Judged([])
             kept = [part for each in before.readings if (part := each.without(reading.arms))]
@@ -123,7 +136,11 @@ def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
 
 
 def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
-    """Return the metric of a sweep; InputError if the question names another, or another smallest effect."""
+    """Return the metric of a sweep.
+
+    InputError if the question names another one, or another smallest effect, or if the comparisons of the
+    sweep are no differences of last values.
+    """
     metric = ledger.facts.metric
     if question.metric not in (None, metric.name):
         raise InputError(f"--metric {question.metric}: {ledger.name} is compared by {metric.name}")
@@ -135,30 +152,11 @@ def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
         raise InputError("--floor: reruns are described in a judgement of their own, without --into")
     if question.min_effect is not None:
         raise InputError(f"--min-effect: that of {ledger.name} stands in its file; leave it out")
-    return metric
-
-
-def _refuse_unlike(ledger: Ledger) -> None:
-    """Raise InputError for a sweep whose comparisons are no differences of last values."""
     if ledger.facts.design is not None:
         raise InputError(f"--into {ledger.name}: it compares windows of forks, which other runs do not have")
     if Comparisons(ledger).relative:
         raise InputError(f"--into {ledger.name}: it compares tensors, by ratios at equal seeds")
-
-
-def _ends(ledger: Ledger, metric: str) -> list[int]:
-    """Return the last steps of a metric in the runs of a sweep, the largest first."""
-    done = (each for each in ledger.members() if each.status == "done" and each.role != "foreign")
-    return sorted({max(ledger.series(member.trial, metric), default=-1) for member in done}, reverse=True)
-
-
-def _require_same_end(ledger: Ledger, chosen: Chosen, own: Sequence[int]) -> None:
-    """Raise InputError if runs end at another step than those of the sweep."""
-    name = chosen.metric.name
-    theirs = {last_until(run.records[name], chosen.steps) for run in chosen.runs}
-    if own and theirs.difference(own):
-        steps, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
-        raise InputError(f"the last {name} is of step {steps}, and of step {here} in {ledger.name}")
+    return metric
 
 
 def _baseline(ledger: Ledger, against: str) -> ArmRow:
@@ -233,21 +231,6 @@ def changed_since(judged: Judged) -> str:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return f"{changed[0]}{more} changed or went since it was read"
     return f"read from {judged.places}" + (", unchanged since" if read else "")
-
-
-def _fill(ledger: Ledger, name: str, chosen: Chosen, question: Question) -> None:
-    """Write facts, arms and runs."""
-    metric = chosen.metric
-    others = [arm for arm in dict.fromkeys(run.arm for run in chosen.runs) if arm != question.against]
-    what = others[0] if len(others) == 1 else f"any of {len(others)} arms"
-    facts = ledger.facts
-    facts.name, facts.interval, facts.ended = name, "t", "done"
-    facts.question = f"Does {what} differ from {question.against} by {metric.name}?"
-    facts.metric, facts.metrics = metric, [metric.name]
-    numbers = {question.against: ledger.add_arm(question.against, {}, None, None, "baseline")}
-    for arm in others:
-        numbers[arm] = ledger.add_arm(arm, {}, numbers[question.against], None)
-    add_runs(ledger, numbers, chosen)
 
 
 def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None:

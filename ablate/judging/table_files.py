@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ablate.errors import InputError, brief
+from ablate.errors import InputError, brief, first_line
 from ablate.files import Json
 from ablate.judging.named_runs import flat
 from ablate.judging.tables import Table
@@ -247,8 +247,8 @@ def read_parquet(path: Path, fields: Mapping[str, str]) -> Table:
         _require_distinct(names, path)
         columns = dict(zip(names, map(_cells, table.columns), strict=True))
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{path}: not a Parquet file that can be read: {brief(why)}") from None
+        why = brief(first_line(error))
+        raise InputError(f"{path}: not a Parquet file that can be read: {why}") from None
     columns.pop("__index_level_0__", None)
     return Table(str(path), columns, range(1, table.num_rows + 1), fields)
 
