@@ -158,7 +158,7 @@ def named_columns(columns: Mapping[str, str], metric: str | None, without: Seque
             raise InputError(f"column {brief(role)!r}: no such role; {nearest(role, roles)}")
     name, equals, column = (metric or "").partition("=")
     metrics, asked = ({name: column}, None) if equals else (None, metric)
-    return Columns(**columns, metrics=metrics, asked=asked, without=without)
+    return Columns(**columns, metrics=metrics, asked=asked, without=without, of_path={})
 
 
 def metric_of_text(text: str | None) -> str | None:

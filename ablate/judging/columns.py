@@ -8,7 +8,7 @@ usual ones: `sede` is more likely a mistake than a table without seeds.
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import Literal
 
@@ -69,6 +69,8 @@ class Columns:
     """Column that is a metric whatever its name says, since the user compares it."""
     without: Collection[str] = ()
     """Names of runs to be left out, which need not be of the pattern."""
+    of_path: Mapping[str, str] = field(default_factory=dict)
+    """Arm, seed and settings in the path of the source that is read."""
 
 
 GUESS = Columns()

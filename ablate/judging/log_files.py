@@ -4,7 +4,6 @@ A line that is cut or damaged is left out and said. So is a last line without an
 nothing shows that digits are missing. `trainer_state.json` of Hugging Face's Trainer is read as a log, too.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ablate.errors import InputError, brief
@@ -15,7 +14,7 @@ from ablate.training.log_readers import LogRecord, Unreadable, format_of, open_r
 from ablate.training.log_readers.hf import state_records
 
 
-def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) -> NamedRun:
+def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
     """Return the run of a log of a format such as `torchtitan`, `hf:10` or `regex:EXPRESSION`.
 
     Sentences on lines that are left out are added to `said`. InputError if the format does not exist, the
@@ -55,10 +54,10 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
     if damaged:
         count = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
         said.append(f"{path}: {count} left out; {damaged[0]}")
-    return NamedRun(str(path), path.stem, points, {}, fields)
+    return NamedRun(str(path), path.stem, points)
 
 
-def read_state(path: Path, fields: Mapping[str, str]) -> NamedRun:
+def read_state(path: Path) -> NamedRun:
     """Return the run of a `trainer_state.json`. InputError if it cannot be read."""
     points = Points(str(path), in_time=True)
     try:
@@ -69,7 +68,7 @@ def read_state(path: Path, fields: Mapping[str, str]) -> NamedRun:
     if not points.records():
         raise InputError(f"{path}: its log_history is empty")
     name = path.parent.parent.name if path.parent.name.startswith("checkpoint-") else path.parent.name
-    return NamedRun(str(path), name, points, {}, fields)
+    return NamedRun(str(path), name, points)
 
 
 def _add(points: Points, number: int, record: LogRecord) -> None:

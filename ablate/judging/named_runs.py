@@ -31,8 +31,6 @@ class NamedRun:
     """Its values."""
     config: Mapping[str, Json] = field(default_factory=dict)
     """Its configuration, flat."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Arm, seed and settings that the path says."""
     status: str = "done"
     """As in `ForeignRun`."""
 
@@ -60,11 +58,10 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
     names = [*dict.fromkeys(name for run in runs for name in run.config)]
     cells_of = {name: [run.config.get(name) for run in runs] for name in names}
     states = status_columns([name for name in names if name not in (columns.arm, columns.seed)], cells_of)
-    words = fields_of(columns.name) if columns.name else frozenset()
     roles: dict[str, str] = {}
     for role in _IDENTITY:
         given = getattr(columns, role)
-        if given is None and (role in words or all(role in run.fields for run in runs)):
+        if given is None and role in {*fields_of(columns.name), *columns.of_path}:
             continue
         column = pick(role, given, names, where, said)
         if column is not None:
@@ -82,31 +79,29 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
         seen = sorted({name for run in runs for name in run.points.records()})
         if theirs not in seen:
             raise InputError(f"{where}: no metric {brief(theirs)!r} for {ours}; {nearest(theirs, seen)}")
-    own = ({name: [run.config.get(name)] for name in states} for run in runs)
-    known = [_run(run, columns, roles, renamed) for run in runs]
-    known = [with_status(run, states, cells) for run, cells in zip(known, own, strict=True)]
+    identified_runs = []
+    for run in runs:
+        fields = dict(columns.of_path)
+        if columns.name:
+            fields |= read_name(columns.name, run.name, run.where)
+        for role, column in roles.items():
+            value = run.config.get(column)
+            if cells.is_empty(value):
+                raise InputError(f"{run.where}: the {role} ({brief(column)}) is not in its configuration")
+            fields[role] = str(value).strip()
+        records = run.points.records()
+        if columns.metrics is not None:
+            named = {name: name for name in records if is_rate(name)} | dict(columns.metrics)
+        else:
+            named = metric_columns(columns, [*records], run.where, [])
+            renamed |= {theirs: ours for ours, theirs in named.items() if ours != theirs}
+        records = {ours: records[theirs] for ours, theirs in named.items() if theirs in records}
+        config = {**run.config, **{key: value for key, value in fields.items() if key not in _IDENTITY}}
+        config = {key: value for key, value in config.items() if key not in roles.values()}
+        seed = seed_of(fields.get("seed"), run.where)
+        foreign = ForeignRun(run.where, fields["arm"], seed, records, config, run.status)
+        own = {name: [run.config.get(name)] for name in states}
+        identified_runs.append(with_status(foreign, states, own))
     said += [f"{where}: metric {ours}: {brief(theirs)!r}" for theirs, ours in renamed.items()]
     said += [sentence for run in runs for sentence in run.points.sentences()]
-    return known + misfits
-
-
-def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dict[str, str]) -> ForeignRun:
-    fields = dict(run.fields)
-    if columns.name:
-        fields |= read_name(columns.name, run.name, run.where)
-    for role, column in roles.items():
-        value = run.config.get(column)
-        if cells.is_empty(value):
-            raise InputError(f"{run.where}: the {role} ({brief(column)}) is not in its configuration")
-        fields[role] = str(value).strip()
-    records = run.points.records()
-    if columns.metrics is not None:
-        named = {name: name for name in records if is_rate(name)} | dict(columns.metrics)
-    else:
-        named = metric_columns(columns, [*records], run.where, [])
-        renamed |= {theirs: ours for ours, theirs in named.items() if ours != theirs}
-    records = {ours: records[theirs] for ours, theirs in named.items() if theirs in records}
-    config = {**run.config, **{key: value for key, value in fields.items() if key not in _IDENTITY}}
-    config = {key: value for key, value in config.items() if key not in roles.values()}
-    seed = seed_of(fields.get("seed"), run.where)
-    return ForeignRun(run.where, fields["arm"], seed, records, config, run.status)
+    return identified_runs + misfits

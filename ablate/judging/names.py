@@ -21,9 +21,9 @@ _LONGEST = 256
 with a power of their number."""
 
 
-def fields_of(pattern: str) -> frozenset[str]:
-    """Return the words in braces of a pattern. InputError if it has none, or cannot be read."""
-    return frozenset(name for _, name in _parts(pattern) if name)
+def fields_of(pattern: str | None) -> frozenset[str]:
+    """Return the words in braces of a pattern, if any. InputError if it has none, or cannot be read."""
+    return frozenset(name for _, name in _parts(pattern) if name) if pattern else frozenset()
 
 
 def read_name(pattern: str, name: str, where: str, removable: bool = True) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _match(pattern: str, name: str, lazy: str) -> dict[str, str] | None:
         return None
     expression = ""
     for literal, word in _parts(pattern):
-        expression += r"[^/]*".join(map(re.escape, literal.split("*")))
+        expression += r"[^/]*".join(re.escape(part) for part in literal.split("*"))
         if word:
             expression += f"(?P<{word}>{_WORDS.get(word, _ANY)}{lazy})"
     found = re.fullmatch(expression, name, re.DOTALL)

@@ -10,8 +10,8 @@ whole, or refused in one sentence. Identical copies of a run count once; two run
 differ are refused.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ablate.errors import InputError, brief, redact
@@ -39,9 +39,8 @@ class Source:
     """Name in sentences."""
     claims: Callable[[Path], bool]
     """True for a path that this source reads; sources are asked in their order."""
-    read: Callable[[Path, Mapping[str, str], list[str]], Content]
-    """Content of a path, given what its pattern says of arm, seed and settings; sentences are added to the
-    list."""
+    read: Callable[[Path, list[str]], Content]
+    """Content of a path; sentences are added to the list."""
 
 
 def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = None) -> Found:
@@ -57,15 +56,16 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
         remote = "://" in place or ("#" in place and not Path(place).exists())
         for path, fields in [(Path(), {})] if remote else places_of(place):
             said: list[str] = []
+            named = replace(columns, of_path=fields)
             where = redact(place) if remote else str(path)
-            content = _mlflow(place, fields, said) if remote else _content(path, fields, logs, said)
+            content = _mlflow(place, said) if remote else _content(path, logs, said)
             if isinstance(content, Table) and (of_columns := wandb_charts.run_columns(content, columns)):
                 said.append(f"{where}: one run a column, {len(of_columns)} in all; --metric says of what")
                 content = of_columns
             if isinstance(content, Table):
-                runs += runs_of(content, columns, said)
+                runs += runs_of(content, named, said)
             else:
-                runs += identified(content, where, columns, said)
+                runs += identified(content, where, named, said)
             sentences += [(where, sentence.removeprefix(f"{where}: ")) for sentence in dict.fromkeys(said)]
     places_by: dict[str, list[str]] = {}
     for where, sentence in sentences:  # what is the same of several places stands there once
@@ -79,11 +79,11 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
     return Found(kept, [*said, *copies], places)
 
 
-def _content(path: Path, fields: Mapping[str, str], logs: str | None, said: list[str]) -> Content:
+def _content(path: Path, logs: str | None, said: list[str]) -> Content:
     """Return the content of a file or folder."""
     table_files.require_regular(path)
     if logs is not None and not (logs.startswith("hf") and path.suffix == ".json"):
-        return [log_files.read_log(path, fields, logs, said)]
+        return [log_files.read_log(path, logs, said)]
     source = next((source for source in SOURCES.values() if source.claims(path)), None)
     if source is None:
         if remedy := _PACKED.get(path.suffix.lower()):
@@ -94,7 +94,7 @@ def _content(path: Path, fields: Mapping[str, str], logs: str | None, said: list
             kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in _FILES})
             advice = f'for its files, write "{path}/*{kinds[0]}"' if kinds else advice
         raise InputError(f"{path}: not of a known kind ({titles}); {advice}")
-    return source.read(path, fields, said)
+    return source.read(path, said)
 
 
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
@@ -146,21 +146,21 @@ def _equal(run: ForeignRun, other: ForeignRun) -> bool:
     )
 
 
-def _csv(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
-    table = table_files.read_csv(path, fields)
+def _csv(path: Path, said: list[str]) -> Content:
+    table = table_files.read_csv(path)
     if not wandb_charts.is_chart([*table.columns]):
         return table
     said.append(f"{path}: an exported chart of W&B, one run a column")
     return wandb_charts.chart_runs(table)
 
 
-def _json(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+def _json(path: Path, said: list[str]) -> Content:
     if table_files.is_state(path):
-        return [log_files.read_state(path, fields)]
-    return table_files.read_json(path, fields)
+        return [log_files.read_state(path)]
+    return table_files.read_json(path)
 
 
-def _states(folder: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+def _states(folder: Path, said: list[str]) -> Content:
     """Return the runs of a folder: of each run's checkpoints, the last has the whole history."""
     last: dict[Path, tuple[int, Path]] = {}
     for path in sorted(folder.rglob(_STATE)):
@@ -173,22 +173,22 @@ def _states(folder: Path, fields: Mapping[str, str], said: list[str]) -> Content
         f"{folder}: {counted(len(last), 'run')} of Hugging Face's Trainer; the last {_STATE} of each"
         " has its whole history"
     )
-    return [log_files.read_state(path, fields) for _, path in last.values()]
+    return [log_files.read_state(path) for _, path in last.values()]
 
 
-def _wandb(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+def _wandb(path: Path, said: list[str]) -> Content:
     files = [path] if path.is_file() else wandb_folders.files_of(path)
-    return [wandb_folders.read_run(file, fields, said) for file in files]
+    return [wandb_folders.read_run(file, said) for file in files]
 
 
-def _tensorboard(place: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+def _tensorboard(place: Path, said: list[str]) -> Content:
     runs = []
     for folder in event_files.folders_of(place):
         events, where = event_files.read_events(folder), str(folder)
         said += [f"{path}: the end of the file is cut; what is whole counts" for path in events.cut]
         if events.scalars:
             name = folder.name if folder == place else str(folder.relative_to(place))
-            runs.append(NamedRun(where, name, Points.of(where, events.scalars), events.config, fields))
+            runs.append(NamedRun(where, name, Points.of(where, events.scalars), events.config))
         else:
             said.append(f"{where}: its event files have no scalars; left out")
     if not runs:
@@ -196,7 +196,7 @@ def _tensorboard(place: Path, fields: Mapping[str, str], said: list[str]) -> Con
     return runs
 
 
-def _mlflow(place: str, fields: Mapping[str, str], said: list[str]) -> Content:
+def _mlflow(place: str, said: list[str]) -> Content:
     from ablate.execution.tracking.stored_runs import stored_runs
 
     shown, (address, _, experiment) = redact(place), place.partition("#")
@@ -207,7 +207,7 @@ def _mlflow(place: str, fields: Mapping[str, str], said: list[str]) -> Content:
         said.append(f"{shown}: {empty} runs without metrics are left out")
     said.append(f"{shown}: experiment {brief(title)!r}")
     return [
-        NamedRun(where, run.name, Points.of(where, run.scalars), run.config, fields, run.status)
+        NamedRun(where, run.name, Points.of(where, run.scalars), run.config, run.status)
         for run in stored
         if run.scalars and (where := f"{shown}: {brief(run.name)}")
     ]
@@ -228,9 +228,7 @@ _DATABASES = (".db", ".sqlite", ".sqlite3")
 
 SOURCES: dict[str, Source] = {
     "csv": Source("CSV table", _suffix(".csv", ".tsv"), _csv),
-    "parquet": Source(
-        "Parquet table", _suffix(".parquet", ".pq"), lambda *given: table_files.read_parquet(*given[:2])
-    ),
+    "parquet": Source("Parquet table", _suffix(".parquet", ".pq"), table_files.read_parquet),
     "json lines": Source("JSON lines", _suffix(".jsonl", ".ndjson"), table_files.read_json_lines),
     "json": Source("JSON list or object, or trainer_state.json", _suffix(".json"), _json),
     "trainer states": Source("folder with trainer_state.json", _holds(f"**/{_STATE}"), _states),
@@ -242,7 +240,7 @@ SOURCES: dict[str, Source] = {
     "mlflow": Source(
         "MLflow database or folder",
         lambda path: _holds("*/meta.yaml", "*/*/meta.yaml")(path) or _suffix(*_DATABASES)(path),
-        lambda path, fields, said: _mlflow(str(path), fields, said),
+        lambda path, said: _mlflow(str(path), said),
     ),
     "tensorboard": Source("TensorBoard event files", _holds(f"**/{event_files.PATTERN}"), _tensorboard),
 }

@@ -72,7 +72,7 @@ def text(path: Path) -> str:
     return decoded
 
 
-def read_csv(path: Path, fields: Mapping[str, str]) -> Table:
+def read_csv(path: Path) -> Table:
     """Return the table of a CSV file: comma, semicolon or tab between cells, and a header.
 
     InputError if it cannot be read, is empty, has two columns of one name, or a row of another length.
@@ -110,7 +110,7 @@ def read_csv(path: Path, fields: Mapping[str, str]) -> Table:
     cells = zip(*rows.values(), strict=True) if rows else [()] * len(names)
     columns: dict[str, Sequence[Json]] = dict(zip(names, cells, strict=True))
     columns.pop("", None)  # the index that pandas writes
-    return Table(str(path), columns, [*rows], fields)
+    return Table(str(path), columns, [*rows])
 
 
 def _require_distinct(names: Sequence[str], path: Path) -> None:
@@ -119,7 +119,7 @@ def _require_distinct(names: Sequence[str], path: Path) -> None:
         raise InputError(f"{path}: two columns are named {brief(twice)!r}")
 
 
-def read_json_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> Table:
+def read_json_lines(path: Path, said: list[str]) -> Table:
     """Return the table of a file of JSON lines, and say that its last line is cut, if it is.
 
     InputError if it cannot be read, or a line is not an object.
@@ -136,10 +136,10 @@ def read_json_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> T
                 said.append(f"{path}: the last line is cut and left out")
                 continue
             raise InputError(f"{path}: line {number} is not a JSON object: {error}") from None
-    return _of_rows(path, rows, fields)
+    return _of_rows(path, rows)
 
 
-def read_json(path: Path, fields: Mapping[str, str]) -> Table:
+def read_json(path: Path) -> Table:
     """Return the table of a JSON file. InputError if it is not a list of objects, or a flat one."""
     try:
         parsed = _parsed(text(path))
@@ -151,7 +151,7 @@ def read_json(path: Path, fields: Mapping[str, str]) -> Table:
         rows = {number: _row(entry) for number, entry in enumerate(parsed, 1)}
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
-    return _of_rows(path, rows, fields)
+    return _of_rows(path, rows)
 
 
 def is_state(path: Path) -> bool:
@@ -187,11 +187,11 @@ def _require_flat(entry: Mapping[str, Json]) -> None:
     raise ValueError(f"it is an object with {names}, and not a row of plain values: {way}")
 
 
-def _of_rows(path: Path, rows: Mapping[int, Mapping[str, Json]], fields: Mapping[str, str]) -> Table:
+def _of_rows(path: Path, rows: Mapping[int, Mapping[str, Json]]) -> Table:
     """Return the table of rows by their line, which need not have the same columns."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = {name: [row.get(name) for row in rows.values()] for name in names}
-    return Table(str(path), columns, [*rows], fields)
+    return Table(str(path), columns, [*rows])
 
 
 def _row(entry: Json) -> dict[str, Json]:
@@ -221,8 +221,8 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return entry
 
 
-def read_parquet(path: Path, fields: Mapping[str, str]) -> Table:
-    """Return the table of a Parquet file.
+def read_parquet(path: Path, said: object) -> Table:
+    """Return the table of a Parquet file, of which nothing is said.
 
     InputError if it cannot be read, is too large when decoded, or two columns have one name.
     """
@@ -250,7 +250,7 @@ def read_parquet(path: Path, fields: Mapping[str, str]) -> Table:
         why = brief(first_line(error))
         raise InputError(f"{path}: not a Parquet file that can be read: {why}") from None
     columns.pop("__index_level_0__", None)
-    return Table(str(path), columns, range(1, table.num_rows + 1), fields)
+    return Table(str(path), columns, range(1, table.num_rows + 1))
 
 
 def _cells(column: "pyarrow.ChunkedArray") -> list[Json]:

@@ -13,7 +13,7 @@ step, several rows of a run without a step, and a table in which no column can b
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from shlex import quote
 
@@ -41,8 +41,6 @@ class Table:
     """Cells by the name of their column, in the order of the file."""
     lines: Sequence[int]
     """Line of the file of each row, from 1."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Arm, seed and other settings that the file's path says."""
 
     def at(self, row: int) -> str:
         """Return the position of a row, for a sentence."""
@@ -116,13 +114,13 @@ class _Reading:
     def _find_roles(self) -> None:
         """Find the column of each role that has one. InputError if nothing is the arm."""
         table, roles = self.table, self.roles
-        for role, text in table.fields.items():
+        for role, text in self.columns.of_path.items():
             for twin in (name for name in table.columns if role in USUAL and plain(name) == role):
                 if any(str(cell).strip() != text for cell in table.columns[twin]):
                     raise InputError(
                         f"{self.where}: column {brief(twin)!r} and the path differ in the {role}"
                     )
-        elsewhere = {*table.fields, *(fields_of(self.columns.name) if self.columns.name else ())}
+        elsewhere = {*self.columns.of_path, *fields_of(self.columns.name)}
         for role in USUAL:
             column = getattr(self.columns, role)
             if column is None and role in elsewhere:
@@ -168,7 +166,7 @@ class _Reading:
     def _identity(self, row: int) -> _Key | None:
         """Return arm, seed and name of a row's run; None for one that is left out."""
         at, pattern = self.table.at(row), self.columns.name
-        texts = dict(self.table.fields)
+        texts = dict(self.columns.of_path)
         given = {role: self.table.columns[name][row] for role, name in self.roles.items() if role != "step"}
         run = given.pop("run", None)
         name = None if cells.is_empty(run) else str(run).strip()
@@ -295,7 +293,7 @@ class _Reading:
                 raise InputError(f"{table.at(row)}: column {brief(column)!r}: {error}") from None
         records = points.records()
         cell_of = {key: table.columns[key][first] for key in settings}
-        config: dict[str, Json] = {**table.fields}
+        config: dict[str, Json] = {**self.columns.of_path}
         config |= {key: cells.setting(cell) for key, cell in cell_of.items() if not cells.is_empty(cell)}
         config = {key: value for key, value in config.items() if key not in ("arm", "seed")}
         run = ForeignRun(name, arm, seed, records, config)

@@ -87,7 +87,7 @@ def run_columns(table: Table, columns: Columns) -> list[NamedRun]:
 
 def _empty(table: Table, name: str) -> NamedRun:
     where = f"{table.where}: {brief(name)}"
-    return NamedRun(where, name, Points(where), {}, table.fields)
+    return NamedRun(where, name, Points(where))
 
 
 def _fill(points: Points, table: Table, steps: str, column: str, metric: str) -> None:

@@ -9,7 +9,7 @@ checksum is wrong is refused; a last one that is cut, as a killed run leaves it,
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def message_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("ablate_wandb.Record"))
 
 
-def read_run(path: Path, fields: Mapping[str, str], said: list[str]) -> NamedRun:
+def read_run(path: Path, said: list[str]) -> NamedRun:
     """Return the run of a file, and say that its end is cut, if it is.
 
     InputError if the file is damaged, or the run logged no numbers.
@@ -103,7 +103,7 @@ def read_run(path: Path, fields: Mapping[str, str], said: list[str]) -> NamedRun
     if not points.records():
         raise InputError(f"{path}: the run logged no numbers")
     plain = {key: value for key, value in flat(config).items() if not key.startswith("_wandb")}
-    return NamedRun(f"{path}: {brief(name)}", name, points, plain, fields, status)
+    return NamedRun(f"{path}: {brief(name)}", name, points, plain, status)
 
 
 def _add(points: Points, number: int, history: Any) -> None:
