@@ -131,7 +131,6 @@ def judge(
 
 
 def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
-    """Return the runs that Python gave, or that its places have."""
     if isinstance(runs, Mapping):
         name = metric or "value"
         made = [run for arm, values in runs.items() for run in _final_values(arm, values, name)]

@@ -148,7 +148,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     if own := sorted(own_fields(kept) - {*question.ignored, *unlike}):
         said.append(f"not compared, since they say which run it is: {', '.join(map(brief, own))}")
     said += (warnings := [*unlike.values()])
-    misfits = {_short_name(run) for run in runs if not run.arm}
+    misfits = {run.short_name for run in runs if not run.arm}
     short = _short(kept, question, metric.name, steps, misfits)
     for run in short:
         sentence = (
@@ -181,7 +181,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
 
 def _unfinished(runs: Sequence[ForeignRun]) -> str:
     """Return a sentence on runs of one arm that are not done, for one reason."""
-    first, names = runs[0], ", ".join(map(_short_name, runs))
+    first, names = runs[0], ", ".join(run.short_name for run in runs)
     subject = f"{len(runs)} runs of {first.arm} ({names}) are" if len(runs) > 1 else f"{first.name} is"
     ignored = " ".join(f"--ignore {shlex.quote(name)}" for name in first.states)
     return f"{subject} left out: {first.ended}" + f" ({ignored})" * bool(ignored)
@@ -196,9 +196,9 @@ def _short(
         if name in misfits:
             continue
         ends = f" ({name})"
-        named = [run for run in runs if name in (run.name, _short_name(run)) or run.name.endswith(ends)]
+        named = [run for run in runs if name in (run.name, run.short_name) or run.name.endswith(ends)]
         if len(named) != 1:
-            hint = nearest(name, map(_short_name, runs))
+            hint = nearest(name, (run.short_name for run in runs))
             why = f"{len(named)} runs have this name" if named else f"no such run; {hint}"
             raise InputError(f"--without {name}: {why}")
         if not _ended_early(named[0], metric, steps):
@@ -209,11 +209,6 @@ def _short(
             )
         short += named
     return short
-
-
-def _short_name(run: ForeignRun) -> str:
-    """Return the name of a run without its place."""
-    return run.name.rpartition(": ")[2]
 
 
 def _ended_early(run: ForeignRun, metric: str, steps: int) -> bool:
@@ -229,7 +224,7 @@ def _remedies(runs: Sequence[ForeignRun], metric: str, steps: int) -> Iterator[s
     for run in [run for run in short if run.arm in whole][:_MOST_FIELDS]:
         yield (
             f"{run.name} ends at step {max(run.records[metric])} of {steps}, so {run.arm} has no verdict;"
-            f" --without {shlex.quote(_short_name(run))} leaves it out, and the report says so"
+            f" --without {shlex.quote(run.short_name)} leaves it out, and the report says so"
         )
     usable = [{*run.records[metric]} for run in runs if run in short or steps in run.records[metric]]
     if short and (shared := set.intersection(*usable)):

@@ -60,7 +60,7 @@ def longer_text(runs: Sequence[ForeignRun], metric: str, step: int, asked: bool)
     own, arms = Counter(run.arm for run in longer), Counter(run.arm for run in runs)
     whole = [arm for arm in own if own[arm] == arms[arm] > 1]
     named = [f"all {own[arm]} runs of {arm}" for arm in whole]
-    named += [run.name.rpartition(": ")[2] for run in longer if run.arm not in whole]
+    named += [run.short_name for run in longer if run.arm not in whole]
     more = " and others" * (len(named) > _MOST_NAMED) + "; the arms had different budgets" * (
         0 < len(whole) < len(arms)
     )

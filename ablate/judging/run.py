@@ -42,6 +42,11 @@ class ForeignRun:
         return cls(name, "", None, {}, status="not of the pattern")
 
     @property
+    def short_name(self) -> str:
+        """Name without its place: `seed 3 of nvfp4`."""
+        return self.name.rpartition(": ")[2]
+
+    @property
     def ended(self) -> str:
         """Its status in the words of the source, for a sentence."""
         texts = [f"{name} is {shown(text) if text else 'empty'}" for name, text in self.states.items()]

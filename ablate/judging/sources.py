@@ -80,7 +80,6 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
 
 
 def _content(path: Path, logs: str | None, said: list[str]) -> Content:
-    """Return the content of a file or folder."""
     table_files.require_regular(path)
     if logs is not None and not (logs.startswith("hf") and path.suffix == ".json"):
         return [log_files.read_log(path, logs, said)]
@@ -155,9 +154,8 @@ def _csv(path: Path, said: list[str]) -> Content:
 
 
 def _json(path: Path, said: list[str]) -> Content:
-    if table_files.is_state(path):
-        return [log_files.read_state(path)]
-    return table_files.read_json(path)
+    table = table_files.read_json(path)
+    return [log_files.read_state(path)] if table is None else table
 
 
 def _states(folder: Path, said: list[str]) -> Content:

@@ -139,11 +139,13 @@ def read_json_lines(path: Path, said: list[str]) -> Table:
     return _of_rows(path, rows)
 
 
-def read_json(path: Path) -> Table:
-    """Return the table of a JSON file. InputError if it is not a list of objects, or a flat one."""
+def read_json(path: Path) -> Table | None:
+    """Return the table of a JSON file, a list of objects or a flat one; None for a `trainer_state.json`."""
     try:
         parsed = _parsed(text(path))
         if isinstance(parsed, dict):
+            if "log_history" in parsed:
+                return None
             _require_flat(parsed)
             parsed = [parsed]
         if not isinstance(parsed, list):
@@ -152,15 +154,6 @@ def read_json(path: Path) -> Table:
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     return _of_rows(path, rows)
-
-
-def is_state(path: Path) -> bool:
-    """Return True for a `trainer_state.json`, by its content."""
-    try:
-        parsed = _parsed(text(path))
-    except (InputError, ValueError):
-        return False
-    return isinstance(parsed, dict) and "log_history" in parsed
 
 
 def _require_flat(entry: Mapping[str, Json]) -> None:

@@ -87,7 +87,6 @@ def _training(fields: dict[str, float]) -> dict[str, float]:
 
 
 def _word(name: str) -> str:
-    """Return a name that may be recorded."""
     return "".join(character if character.isalnum() or character in "_-." else "_" for character in name)
 
 
