@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -110,7 +111,7 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
 
 def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -> tuple[Chosen, list[str]]:
     """Return the finished runs with this metric, and sentences on those that are left out."""
-    left_out: dict[str, list[str]] = {}
+    left_out = defaultdict[str, list[str]](list)
     names = sorted({name for run in runs for name in run.records})
     known = nearest(metric.name, names) if names else "the runs have no metrics"
     if not any(metric.name in run.records for run in runs):
@@ -120,24 +121,23 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
             f"metric {metric.name!r}: {NAMING}; rename it: --metric {shlex.quote(f'NAME={metric.name}')}"
         )
     usable, kept = [], []
-    open_ends: dict[tuple[str, str], list[ForeignRun]] = {}
+    open_ends = defaultdict[tuple[str, str], list[ForeignRun]](list)
     for run in runs:
         if not question.counts(run):
-            open_ends.setdefault((run.arm, run.ended), []).append(run)
+            open_ends[run.arm, run.ended].append(run)
         elif run.records.get(metric.name):
             usable.append(run)
         else:
-            left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it has no {metric.name}")
+            left_out[run.arm].append(f"{run.name} is left out: it has no {metric.name}")
     for (arm, _), alike in open_ends.items():
-        left_out.setdefault(arm, []).append(_unfinished(alike))
+        left_out[arm].append(_unfinished(alike))
     judged = [run for run in usable if run.arm != question.floor] or usable
     steps = compared_step(judged, question.against, metric.name, question.at) if judged else 0
     for run in usable:
         if last_until(run.records[metric.name], steps) >= 0:
             kept.append(with_rates(run, metric.name, steps))
         else:
-            why = f"{run.name} is left out: it has no {metric.name} up to step {steps}"
-            left_out.setdefault(run.arm, []).append(why)
+            left_out[run.arm].append(f"{run.name} is left out: it has no {metric.name} up to step {steps}")
     said = [sentence for sentences in left_out.values() for sentence in sentences]
     if not kept:
         raise InputError(f"no run is left: {'; '.join(said[:3])}")
@@ -155,7 +155,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
             f"{run.name} is left out as asked: it ends at step {max(run.records[metric.name])} of {steps}; if"
             f" it failed, {run.arm} looks better than it is"
         )
-        left_out.setdefault(run.arm, []).append(sentence)
+        left_out[run.arm].append(sentence)
         said.append(sentence)
     kept = [run for run in kept if run not in short]
     again = [run.records[metric.name] for run in kept if run.arm == question.floor]
@@ -176,7 +176,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         said.append(
             f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
         )
-    return Chosen(kept, metric, steps, reruns, left_out, short, warnings), said
+    return Chosen(kept, metric, steps, reruns, dict(left_out), short, warnings), said
 
 
 def _unfinished(runs: Sequence[ForeignRun]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 
 from ablate.errors import InputError, brief
+from ablate.judging import cells
 from ablate.judging.columns import USUAL, Columns
 
 _WORDS = {"seed": r"-?\d+"}
@@ -56,14 +57,10 @@ def is_misfit(columns: Columns, name: str) -> bool:
 
 def seed_of(text: str | None, where: str) -> int | None:
     """Return a seed; None for no text. InputError if it is not a whole number."""
-    from ablate.judging.cells import whole
-
-    if text is None:
-        return None
     try:
-        return whole(text)
+        return None if text is None else cells.whole(text)
     except ValueError:
-        raise InputError(f"{where}: the seed {brief(text)[:60]!r} is not a whole number") from None
+        raise InputError(f"{where}: the seed {brief(text or '')[:60]!r} is not a whole number") from None
 
 
 def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:

@@ -6,6 +6,7 @@ import pytest
 from support.corpus import write_shards
 
 from ablate.training.data import facts as module
+from ablate.training.data.corpus import Corpus
 from ablate.training.data.facts import facts
 from ablate.training.data.images import Folder
 from ablate.training.data.sources import HubText, TextFiles
@@ -43,7 +44,7 @@ def test_a_file_is_named_as_the_experiment_names_it(tmp_path, monkeypatch):
 
 def test_a_dataset_says_its_commit(monkeypatch):
     monkeypatch.setattr(module.hub, "version", lambda *words: "c0ffee")
-    monkeypatch.setattr(module, "open_corpus", lambda source: module.Corpus(range(5), range(2), 9, "0", None))
+    monkeypatch.setattr(module, "open_corpus", lambda source: Corpus(range(5), range(2), 9, "0", None))
     told = facts(HubText(dataset="some/stories", config="small"))
     assert (told["name"], told["type"]) == ("some/stories", "hugging_face")
     assert told["source"] == {
