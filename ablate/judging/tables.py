@@ -271,8 +271,10 @@ class _Reading:
         arm, seed, own = key
         name = f"{self.where}: {_named(arm, seed)}" + (f" ({own})" if own else "")
         first = rows[0]
-        for row in rows[1:] if steps is None else ():
-            if any(column[row] != column[first] for column in table.columns.values()):
+        single = rows if steps is None else ()
+        entries = {row: [column[row] for column in table.columns.values()] for row in single}
+        for row, entry in entries.items():
+            if entry != entries[first]:  # as lists, in which one NaN equals itself
                 raise InputError(
                     f"{name}: lines {table.lines[first]} and {table.lines[row]} are both of this run, and no"
                     f" column is the step; name one, --column step=COLUMN; {nearest('step', table.columns)}"
