@@ -35,8 +35,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Running sweeps": {
         "calibrate": ("calibrate", "Find the design that tells most per hour."),
-        "stop": ("stop", "Stop a sweep, an arm or a trial; results are kept."),
-        "workers": ("stop", "Change the number of workers of a running sweep."),
+        "stop": ("stop", "Stop a sweep or a part of it; change its workers."),
         "sync": ("sync", "Send MLflow the records that it does not have yet."),
         "rebuild": ("rebuild", "Rebuild a damaged ledger from its trials."),
     },

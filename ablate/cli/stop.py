@@ -1,4 +1,4 @@
-"""`ablate stop`, `ablate workers`: orders to the controller of a running sweep. Names are checked first."""
+"""`ablate stop`: orders to the controller of a running sweep. Names are checked first."""
 
 import time
 from contextlib import closing
@@ -19,67 +19,55 @@ _ACCEPT_SECONDS = 15.0
 or waits for a file system.
 """
 
-Sweep = Annotated[
-    str,
-    typer.Argument(
-        metavar="X", help="A running sweep, by name or by YAML file.", autocompletion=complete_sweeps
-    ),
-]
-
 
 def stop(
-    sweep: Sweep,
+    sweep: Annotated[
+        str,
+        typer.Argument(
+            metavar="X", help="A running sweep, by name or by YAML file.", autocompletion=complete_sweeps
+        ),
+    ],
     flags: Flags,
     arm: Annotated[str | None, typer.Option(help="Stop only this arm, given by name.")] = None,
     trial: Annotated[
         str | None, typer.Option(help="Stop only this trial, given by its id or a prefix of it.")
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop nothing: run this many trials at once from now on."),
+    ] = None,
 ) -> None:
     """Stop a running sweep, or one arm or one trial of it. Results are kept: the same sweep command continues
     it.
+
+    Or change its number of workers: running trials continue; with fewer workers, no new ones start yet.
     """
-    if arm is not None and trial is not None:
-        raise InputError("--arm and --trial: both were given; give one of them")
-    folder = _running_sweep(sweep, flags)
-    members = _members(folder)
-    order: Order
-    if arm is not None:
-        order, effect = {"stop": "arm", "name": arm}, _arm_effect(arm, members)
-    elif trial is not None:
-        member = _find_trial(trial, members)
-        order, effect = {"stop": "trial", "id": member.id}, _stop_effect(f"Trial {member.id}", [member])
-    else:
-        order = {"stop": "sweep"}
-        effect = f"{_stop_effect('The sweep', members)} Its command then ends with status 130."
-    _send(folder, order, effect)
-
-
-def workers(
-    sweep: Sweep,
-    count: Annotated[
-        int, typer.Argument(min=1, metavar="N", help="Number of trials to run at once from now on.")
-    ],
-    flags: Flags,
-) -> None:
-    """Change the number of workers of a running sweep. Running trials continue; with fewer workers, no new
-    ones start yet.
-    """
-    folder = _running_sweep(sweep, flags)
-    effect = f"{count} trials at once from now on, if the machine or the cluster has room for them."
-    _send(folder, {"workers": count}, effect)
-
-
-def _running_sweep(sweep: str, flags: Flags) -> Path:
-    """Return the folder of a running sweep; InputError if it does not run."""
+    options = {"--arm": arm, "--trial": trial, "--workers": workers}
+    if len(given := [option for option, value in options.items() if value is not None]) > 1:
+        raise InputError(f"{given[0]} and {given[1]}: both were given; give one of them")
     (folder,) = folders(flags.settings().state, [sweep])
     if holder(folder) is None:
         raise InputError(f"{folder.name}: this sweep is not running; there is nothing to stop or change")
-    return folder
+    order: Order
+    if workers is not None:
+        order = {"workers": workers}
+        effect = f"{workers} trials at once from now on, if the machine or the cluster has room for them."
+    else:
+        order, effect = _stop_order(folder, arm, trial)
+    _send(folder, order, effect)
 
 
-def _members(folder: Path) -> list[Member]:
+def _stop_order(folder: Path, arm: str | None, trial: str | None) -> tuple[Order, str]:
+    """Return the order that stops an arm, a trial or, without both, the sweep, and its effect."""
     with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
-        return ledger.members()
+        members = ledger.members()
+    if arm is not None:
+        return {"stop": "arm", "name": arm}, _arm_effect(arm, members)
+    if trial is not None:
+        member = _find_trial(trial, members)
+        return {"stop": "trial", "id": member.id}, _stop_effect(f"Trial {member.id}", [member])
+    effect = f"{_stop_effect('The sweep', members)} Its command then ends with status 130."
+    return {"stop": "sweep"}, effect
 
 
 def _arm_effect(name: str, members: list[Member]) -> str:

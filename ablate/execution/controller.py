@@ -5,8 +5,8 @@ The idea: everything that happens is a message to one loop, which writes it to t
 it. A controller that is killed therefore loses nothing; the same command continues from the ledger and the
 trial folders.
 
-Each round of the loop carries out orders (`ablate stop`, `ablate workers`), starts trials while there are
-slots, waits for messages, records them, and asks for more trials if seeds grow or a search proposes points.
+Each round of the loop carries out orders (`ablate stop`), starts trials while there are slots, waits for
+messages, records them, and asks for more trials if seeds grow or a search proposes points.
 
     for step in Controller(experiment, Path("runs"), "cpu", Inline, mlflow=None).run():
         print(step)  # Progress after each event; at the end one Outcome
@@ -382,7 +382,7 @@ class Controller:
     # Orders
 
     def _obey(self, executor: Executor) -> None:
-        """Carry out the orders of `ablate stop` and `ablate workers`."""
+        """Carry out the orders of `ablate stop`."""
         for order in sweep_control.take(self.folder):
             if "workers" in order:
                 executor.resize(order["workers"])

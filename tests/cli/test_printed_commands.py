@@ -62,7 +62,6 @@ VERBS = {
     "ablate sweep": "cli/test_commands.py",
     "ablate sync": "cli/test_sync.py",
     "ablate ui": "cli/test_ui.py",
-    "ablate workers": "cli/test_stop.py",
 }
 """The test file that runs each verb at its smallest size."""
 OTHERS = {

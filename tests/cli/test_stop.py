@@ -70,7 +70,7 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
             {"stop": "trial", "id": waiting},
             f"Trial {waiting}: 1 waiting trial will not be started",
         ),
-        ("workers", "tiny", "3"): ({"workers": 3}, "3 trials at once from now on"),
+        ("stop", "tiny", "--workers", "3"): ({"workers": 3}, "3 trials at once from now on"),
     }
     for words, (order, said) in commands.items():
         done = here(*words, "--state", state)
@@ -91,9 +91,10 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
         (("stop", "tiny", "--trial", "zzz"), "--trial zzz: no such trial; "),
         (("stop", "tiny", "--trial", ""), "--trial : 6 trials have this prefix: "),
         (("stop", "tiny", "--arm", "a", "--trial", "b"), "--arm and --trial: both were given"),
-        (("workers", "tinny", "3"), "tinny: no such sweep in "),
+        (("stop", "tiny", "--trial", "b", "--workers", "2"), "--trial and --workers: both were given"),
+        (("stop", "tinny", "--workers", "3"), "tinny: no such sweep in "),
     ],
-    ids=["sweep", "arm", "trial", "every trial", "both", "workers"],
+    ids=["sweep", "arm", "trial", "every trial", "both", "and workers", "workers"],
 )
 def test_a_wrong_name_is_told_and_nothing_is_ordered(words, said, state, taker):
     assert refused(*words, state=state).startswith(said)
@@ -107,7 +108,7 @@ def test_what_is_over_cannot_be_stopped(state, taker):
     )
 
 
-@pytest.mark.parametrize("words", [("stop", "tiny"), ("workers", "tiny", "2")], ids=" ".join)
+@pytest.mark.parametrize("words", [("stop", "tiny"), ("stop", "tiny", "--workers", "2")], ids=" ".join)
 def test_a_sweep_that_nobody_runs_is_told(words, state):
     assert (
         refused(*words, state=state) == "tiny: this sweep is not running; there is nothing to stop or change"
@@ -115,7 +116,7 @@ def test_a_sweep_that_nobody_runs_is_told(words, state):
 
 
 def test_fewer_than_one_worker_is_refused(state):
-    assert here("workers", "tiny", "0", "--state", state).returncode == 2
+    assert here("stop", "tiny", "--workers", "0", "--state", state).returncode == 2
 
 
 def test_an_order_that_nobody_lived_to_take_is_taken_back(state):

@@ -215,7 +215,7 @@ def test_a_trial_of_one_rank_has_all_of_its_gpus_on_one_node_and_one_of_several_
 
 
 def test_workers_are_added_while_a_sweep_runs(pool, tmp_path, monkeypatch):
-    """Orders arrive as `ablate workers` and `ablate stop` give them."""
+    """Orders arrive as `ablate stop` gives them."""
     monkeypatch.setattr(pool, "close", lambda: None)  # the pool is of this file, not of the sweep
     experiment = tiny(tmp_path, workload={"idle": {"steps": 5, "seconds": 0.2}}, seeds=12)
     folder, news = tmp_path / "state" / "sweeps" / "tiny", []

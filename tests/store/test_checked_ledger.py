@@ -48,7 +48,6 @@ OTHERS = {
     "judge": "reads runs from elsewhere, and writes their ledger before it shows it",
     "ui": "shows reports that were written, and counts of runs",
     "stop": "reads names and ids",
-    "workers": "reads no ledger",
     "init": "reads no ledger",
     "check": "reads no ledger",
     "doctor": "reads no ledger",
