@@ -1,5 +1,4 @@
-"""`ablate data prepare`: convert text to token shards. `ablate data show`: describe a source. Without
-torch."""
+"""`ablate data prepare`: convert text to token shards or, with `--show`, describe a source. Without torch."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -79,14 +78,30 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Text files or globs, .jsonl, .parquet; or hub:NAME for a dataset of the Hugging Face hub.",
+            help="Text files or globs, .jsonl, .parquet; or hub:NAME for a dataset of the Hugging Face hub. "
+            "With --show: a prepared folder, token shards, or one of stdlib, prose, digits, photos.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Output folder; must be empty or must not exist.")],
     text: TextOptions,
     dataset: DatasetOptions,
+    out: Annotated[Path | None, typer.Option(help="Output folder; must be empty or must not exist.")] = None,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show", help="Describe INPUT instead: counts, vocabulary, fingerprint, beginning of the text."
+        ),
+    ] = False,
 ) -> None:
-    """Tokenise text into shards, and print the YAML that refers to them."""
+    """Tokenise text into shards, and print the YAML that refers to them; or describe a data source."""
+    if show:
+        if out or (text, dataset) != (TextOptions(), DatasetOptions()):
+            raise InputError("--show: describes data as they are and writes nothing; omit the other options")
+        with _input_errors():
+            rows = [row for source in inputs for row in _SOURCES.get(source, _on_disk)(source)]
+        console().print(_table(rows))
+        return
+    if out is None:
+        raise InputError("--out FOLDER is needed for the shards; --show describes INPUT and writes nothing")
     with _input_errors(), _output_folder(out):
         kind(text.tokenizer)
         job = replace(
@@ -119,25 +134,6 @@ def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.
             val_fraction=text.val_fraction,
         )
     )
-
-
-@app.command()
-def show(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATH", help="Prepared folder, token shard, or one of stdlib, prose, digits, photos."
-        ),
-    ],
-) -> None:
-    """Describe a data source: counts, vocabulary, fingerprint and the beginning of the text."""
-    with _input_errors():
-        rows = list(_descriptions().get(source, _on_disk)(source))
-    console().print(_table(rows))
-
-
-def _descriptions() -> dict[str, Callable[[str], Iterator[tuple[str, str]]]]:
-    return {"stdlib": _bytes, "prose": _bytes, "digits": _images, "photos": _images}
 
 
 def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
@@ -189,6 +185,10 @@ def _images(source: str) -> Iterator[tuple[str, str]]:
     yield "mean", ", ".join(f"{value:.3f}" for value in images.mean)
     yield "deviation", ", ".join(f"{value:.3f}" for value in images.deviation)
     yield "fingerprint", images.fingerprint
+
+
+_SOURCES = {"stdlib": _bytes, "prose": _bytes, "digits": _images, "photos": _images}
+"""Descriptions of the sources that need no file."""
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:

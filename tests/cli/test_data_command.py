@@ -1,9 +1,10 @@
-"""`ablate data prepare` and `show`: what is printed can be pasted and run, mistakes are told in a sentence and leave nothing behind."""
+"""`ablate data prepare`, also with `--show`: what is printed can be pasted and run, mistakes are told in a sentence and leave nothing behind."""
 
 import re
 
 import numpy as np
 import pytest
+import typer
 from support.experiments import ablate
 from typer.testing import CliRunner
 
@@ -12,6 +13,8 @@ from ablate.errors import InputError
 from ablate.training.data import open_corpus
 from ablate.training.data.sources import PreparedText
 
+DATA = typer.Typer()
+DATA.add_typer(app, name="data")
 TEXT = "".join(f"Line {n} of a text about nothing in particular.\n" for n in range(600))
 
 
@@ -26,7 +29,7 @@ def place(tmp_path, monkeypatch):
 
 
 def ran(*words: str) -> str:
-    done = CliRunner().invoke(app, list(words))
+    done = CliRunner().invoke(DATA, ["data", *words])
     if isinstance(done.exception, InputError):
         raise done.exception
     assert done.exit_code == 0, done.output
@@ -43,7 +46,7 @@ def test_what_is_prepared_is_shown_and_its_yaml_can_be_pasted(place, tokenizer):
     )
     done = ablate("plan", "x.yaml")
     assert done.returncode == 0, done.stderr
-    corpus, shown = open_corpus(PreparedText(prepared=str(place / "out"))), ran("show", "out")
+    corpus, shown = open_corpus(PreparedText(prepared=str(place / "out"))), ran("prepare", "out", "--show")
     counts = [f"{number:,} tokens" for number in (len(corpus.train), len(corpus.val), corpus.vocab)]
     for words in (*counts, corpus.fingerprint, "Line 0 of a text"):
         assert words in shown
@@ -68,13 +71,13 @@ def test_several_files_and_a_text_to_validate_on(place):
     ],
 )
 def test_what_needs_no_file_is_shown_too(what, words):
-    shown = ran("show", what)
+    shown = ran("prepare", what, "--show")
     assert all(word in shown for word in (*words, "fingerprint"))
 
 
 def test_a_shard_is_shown_by_its_ids(place):
     np.array([3, 1, 4], np.uint16).tofile(place / "raw.bin")
-    shown = ran("show", "raw.bin")
+    shown = ran("prepare", "raw.bin", "--show")
     assert "3 tokens of uint16, the largest id 4" in shown
     assert "3 1 4" in shown
 
@@ -92,8 +95,11 @@ def test_a_shard_is_shown_by_its_ids(place):
             "text.txt: not a tokenizer.json",
         ),
         (["prepare", "hub:a/b", "text.txt", "--out", "out"], "hub:a/b: a dataset must be the only input"),
-        (["show", "nothing"], "no file matches 'nothing'"),
-        (["show", "cache"], "cache: no data.json there"),
+        (["prepare", "text.txt"], "--out FOLDER is needed"),
+        (["prepare", "stdlib", "--show", "--out", "out"], "--show: describes data as they are"),
+        (["prepare", "stdlib", "--show", "--split", "test"], "--show: describes data as they are"),
+        (["prepare", "nothing", "--show"], "no file matches 'nothing'"),
+        (["prepare", "cache", "--show"], "cache: no data.json there"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence_and_nothing_is_left(place, words, told):
@@ -113,5 +119,5 @@ def test_a_failure_half_way_leaves_nothing(place):
 
 
 def test_the_command_is_told_from_outside_with_status_2():
-    done = ablate("data", "show", "nothing")
+    done = ablate("data", "prepare", "nothing", "--show")
     assert (done.returncode, done.stderr) == (2, "no file matches 'nothing'\n")

@@ -42,7 +42,6 @@ VERBS = {
     "ablate collect": "execution/test_job_array.py",
     "ablate conform": "verification/test_conformance_faults.py",
     "ablate data prepare": "cli/test_data_command.py",
-    "ablate data show": "cli/test_data_command.py",
     "ablate doctor": "verification/test_doctor.py",
     "ablate init": "training/workloads/test_python.py",
     "ablate judge": "judging/test_judge.py",
