@@ -36,8 +36,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Running sweeps": {
         "calibrate": ("calibrate", "Find the design that tells most per hour."),
         "stop": ("stop", "Stop a sweep or a part of it; change its workers."),
-        "sync": ("sync", "Send MLflow the records that it does not have yet."),
-        "rebuild": ("rebuild", "Rebuild a damaged ledger from its trials."),
+        "rebuild": ("rebuild", "Rebuild a damaged ledger, or MLflow's copy of ledgers."),
     },
     "Machine and files": {
         "doctor": ("doctor", "Show what this machine can run; check its numerics."),

@@ -1,5 +1,5 @@
 """`ablate rebuild X.yaml`: rebuild a damaged ledger from the experiment, the trial folders and the journal of
-the study.
+the study. With `--sync`, MLflow's copy of ledgers instead.
 
 A ledger that SQLite can read is also damaged if its records differ from the results of its trials. A trial
 folder that contradicts itself is moved aside, so that the sweep runs the trial again.
@@ -9,13 +9,14 @@ import re
 import sqlite3
 from collections import Counter
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from ablate.cli.common import console
-from ablate.cli.options import DeviceFlags, ExperimentFile
+from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
@@ -36,15 +37,52 @@ are found by it.
 """
 
 
+@dataclass(frozen=True)
+class RebuildFlags(DeviceFlags, MlflowFlags):
+    """State folder, profile, device and MLflow."""
+
+
 def rebuild(
-    file: ExperimentFile,
-    flags: DeviceFlags,
-    force: Annotated[bool, typer.Option("--force", help="Rebuild a ledger without damage, too.")] = False,
+    flags: RebuildFlags,
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="X",
+            help="Experiment file (YAML). With --sync: sweeps, by name or by file; default: all.",
+            autocompletion=complete_sweeps,
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Rebuild a ledger without damage, too; with --sync, send all records again, after data in"
+            " MLflow were deleted or damaged.",
+        ),
+    ] = False,
+    sync: Annotated[
+        bool,
+        typer.Option(
+            "--sync", help="Send MLflow the records that it does not have yet instead; none is written twice."
+        ),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="With --sync: give up after this many seconds without progress.")
+    ] = 300.0,
 ) -> None:
-    """Rebuild the damaged ledger of a sweep and print what was recovered. The damaged file is kept; no trial
-    runs.
+    """Rebuild the damaged ledger of a sweep, from its YAML file X, and print what was recovered. The damaged
+    file is kept; no trial runs. With --sync, send the records of sweeps to MLflow.
+
+    Exit status: 0 done, or MLflow has all records, 1 some are missing there, 2 bad input.
     """
     settings = flags.settings()
+    if sync:
+        from ablate.cli.sync import sync as sync_sweeps
+
+        raise typer.Exit(sync_sweeps(settings, sweeps, force, timeout))
+    if not sweeps or len(sweeps) > 1:
+        raise InputError("rebuild: give the YAML file of one experiment; --sync takes several sweeps, or all")
+    file = Path(sweeps[0])
     experiment = load(file, settings.device)
     folder = settings.state / "sweeps" / experiment.name
     if not folder.exists():

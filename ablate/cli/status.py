@@ -197,7 +197,7 @@ def _state(sweep: Status) -> Text:
     else:
         text = Text.assemble(("○ ", "dim"), f"ended; last change {duration(sweep.quiet_s or 0.0)} ago")
     if sweep.mlflow_behind:
-        hint = "" if sweep.controller else f"; `ablate sync {sweep.name}` sends them"
+        hint = "" if sweep.controller else f"; `ablate rebuild {sweep.name} --sync` sends them"
         text.append(f"; MLflow {sweep.mlflow_behind:,} records behind{hint}", "yellow")
     return text
 

@@ -1,15 +1,13 @@
-"""`ablate sync`: send the records of sweeps that MLflow does not have yet, or all of them again."""
+"""`ablate rebuild --sync`: send the records of sweeps that MLflow does not have yet, or all of them again."""
 
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
 from ablate.cli.common import DONE, FAILED, Screen, console, interruption, raise_on_sigterm, summary_of
-from ablate.cli.options import MlflowFlags, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
@@ -28,52 +26,42 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.25
 
 
-def sync(
-    flags: MlflowFlags,
-    sweeps: Sweeps = None,
-    rebuild: Annotated[
-        bool,
-        typer.Option(
-            "--rebuild",
-            help="Send all records again, after data in MLflow were deleted or damaged.",
-        ),
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=0, help="Give up after this many seconds without progress.")
-    ] = 300.0,
-) -> None:
-    """Send to MLflow the records that it does not have yet; none is written twice.
+def sync(settings: Settings, sweeps: list[str] | None, anew: bool, timeout: float) -> int:
+    """Send to MLflow the records that it does not have yet, each once, and return the exit status.
 
-    Exit status: 0 MLflow has all records, 1 some are missing, 2 bad input.
+    `sweeps`: names or YAML files; None: all; `anew`: send all records again; `timeout`: seconds without
+    progress after which it gives up.
     """
-    settings, screen = flags.settings(), console()
+    screen = console()
     if settings.mlflow is None:
         raise InputError(
             f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"
         )
     check_login(settings.mlflow)
     selected = folders(settings.state, sweeps)
-    _refuse_damaged(settings, rebuild, bool(sweeps))
+    _refuse_damaged(settings, anew, bool(sweeps))
     try:
         with raise_on_sigterm():
-            raise typer.Exit(_sync_all(selected, bool(sweeps), settings, rebuild, timeout, screen))
+            return _sync_all(selected, bool(sweeps), settings, anew, timeout, screen)
     except KeyboardInterrupt as error:
         code, description = interruption(error)
         screen.print(f"{description}. MLflow keeps what was sent; the same command sends the rest.")
-        raise typer.Exit(code) from None
+        return code
 
 
-def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
-    """Handle a local database that SQLite cannot open: raise InputError or, with --rebuild for all sweeps,
+def _refuse_damaged(settings: Settings, anew: bool, named: bool) -> None:
+    """Handle a local database that SQLite cannot open: raise InputError or, with `anew` for all sweeps,
     move it aside. The database holds all sweeps, so all of them have to be sent again."""
     path = path_of(settings.mlflow)
     if path is None:
         return
-    why = unusable(path) if rebuild and not named else damage(path)
+    why = unusable(path) if anew and not named else damage(path)
     if not why:
         return
-    if not rebuild or named:
-        raise InputError(f"{path}: damaged ({why}); `ablate sync --rebuild`, without names, replaces it")
+    if not anew or named:
+        raise InputError(
+            f"{path}: damaged ({why}); `ablate rebuild --sync --force`, without names, replaces it"
+        )
     running = [folder.name for folder in folders(settings.state, None) if holder(folder)]
     if running:
         raise InputError(
@@ -83,14 +71,14 @@ def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
 
 
 def _sync_all(
-    sweeps: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Screen
+    sweeps: list[Path], named: bool, settings: Settings, anew: bool, timeout: float, screen: Screen
 ) -> int:
     """Send the records of one sweep after another and return the exit status. A sweep that cannot be sent is
     an InputError if it was named, and otherwise a printed line."""
     status = DONE
     for number, folder in enumerate(sweeps):
         try:
-            complete = _sync_locked(folder, settings, rebuild, timeout, screen)
+            complete = _sync_locked(folder, settings, anew, timeout, screen)
         except InputError as error:
             if named:
                 raise
@@ -110,23 +98,22 @@ def _sync_all(
     return status
 
 
-def _sync_locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Screen) -> bool:
+def _sync_locked(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:
     with lock(folder / "lock", wait=False):
         check(folder, f"{folder.name}.yaml")
         open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
-        return _sync(folder, settings, rebuild, timeout, screen)
+        return _sync(folder, settings, anew, timeout, screen)
 
 
-def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Screen) -> bool:
+def _sync(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:
     """Send the records of one sweep, whose lock is held; return True if MLflow then has all of them."""
     from ablate.execution.projections import Mirror  # pandas
 
     address = settings.mlflow
-    if address is None:
-        raise InputError("sync needs an MLflow: omit `--mlflow none`, or give an address")
+    assert address is not None  # `sync` refuses it
     import_client()  # takes seconds, in which MLflow is not asked yet
     with closing(Ledger(folder / "ledger.db")) as ledger:
-        if rebuild:
+        if anew:
             ledger.forget_mlflow()
         mirror = Mirror(address, ledger, settings.state, folder, folder.name, busy=True)
         before = behind(ledger)

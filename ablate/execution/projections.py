@@ -118,7 +118,7 @@ class Mirror:
         why = f"{self.trouble or 'no answer yet'}; {redact(self._target[0])}"
         return (
             f"MLflow {behind(self._ledger):,} records behind ({why}):"
-            " `ablate sync`, or the next run of this sweep, ships the rest"
+            " `ablate rebuild --sync`, or the next run of this sweep, ships the rest"
         )
 
     def _forget_deleted(self, uri: str) -> None:

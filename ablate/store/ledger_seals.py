@@ -11,8 +11,8 @@ a row without a seal, or a seal without a row:
 
 There are too many records for a seal each: a trial that does not run has one seal of all its records (part
 `records`). Columns on what MLflow has been sent (`members.mlflow`, `shipped`, `closed`) have none: `ablate
-sync --rebuild` sends everything again. A seal detects damage, not intent: anybody who can write the file can
-write its seals.
+rebuild --sync --force` sends everything again. A seal detects damage, not intent: anybody who can write the
+file can write its seals.
 """
 
 import hashlib

@@ -5,8 +5,8 @@ from ablate.store.ledger_rows import Member
 
 
 class ShippingState(ArmQueries):
-    """Part of `Ledger` on what MLflow has been sent. It has no seals: `ablate sync --rebuild` sends
-    everything again."""
+    """Part of `Ledger` on what MLflow has been sent. It has no seals: `ablate rebuild --sync --force`
+    sends everything again."""
 
     def to_ship(self) -> list[Member]:
         """Return the wanted members whose MLflow run exists or is due, and is not complete."""

@@ -395,7 +395,7 @@ class LiveSweeps:
     def _migrate(self, name: str, draw: Random) -> None:
         """Kill the controller of a small sweep while MLflow creates its database.
 
-        The same command, then `ablate sync`, must finish afterwards.
+        The same command, then `ablate rebuild --sync`, must finish afterwards.
         """
         database = url((self.folder / name / "mlflow.db").resolve())
         sweep = self._begin(name, database, "inline", IDLE)
@@ -419,7 +419,7 @@ class LiveSweeps:
             if sweep.done and not sweep.unshipped():
                 break
         status, output = sweep.command(
-            "sync", name, "--mlflow", sweep.mlflow, "--timeout", f"{_READY_SECONDS:.0f}"
+            "rebuild", name, "--sync", "--mlflow", sweep.mlflow, "--timeout", f"{_READY_SECONDS:.0f}"
         )
         if sweep.unshipped() or status:
             why = output[-1] if output else sweep.last_line()

@@ -174,7 +174,10 @@ def test_no_password_is_in_what_is_printed_or_kept(tmp_path):
     path, commands = write(tmp_path, seeds=1), []
     for number, address in enumerate(ADDRESSES):
         there = ["--state", str(tmp_path / f"state{number}"), "--mlflow", address]
-        commands += [["sweep", str(path), "--executor", "inline", *there], ["sync", "--timeout", "1", *there]]
+        commands += [
+            ["sweep", str(path), "--executor", "inline", *there],
+            ["rebuild", "--sync", "--timeout", "1", *there],
+        ]
     words = [sys.executable, "-c", HASTY, json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment(), check=False)
     assert done.stdout.splitlines()[-1] == "0 1 0 1", done.stderr

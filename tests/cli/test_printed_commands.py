@@ -59,7 +59,6 @@ VERBS = {
     "ablate status": "cli/test_status.py",
     "ablate stop": "cli/test_stop.py",
     "ablate sweep": "cli/test_commands.py",
-    "ablate sync": "cli/test_sync.py",
     "ablate ui": "cli/test_ui.py",
 }
 """The test file that runs each verb at its smallest size."""

@@ -269,6 +269,12 @@ def test_a_sweep_that_was_never_run_or_runs_is_told(tmp_path):
     assert (done.returncode, "runs this sweep" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("files", [(), ("a.yaml", "b.yaml")], ids=len)
+def test_one_ledger_is_rebuilt_at_a_time(files, tmp_path):
+    done = here("rebuild", *files, "--state", tmp_path)
+    assert (done.returncode, done.stderr.startswith("rebuild: give the YAML file of one")) == (2, True)
+
+
 @pytest.mark.slow
 @pytest.mark.services
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -282,7 +288,7 @@ def test_a_rebuilt_sweep_finds_its_runs_in_mlflow_again(tmp_path):
     before = {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)}
     harm(tmp_path, "pages")
     assert "Lost" in here("rebuild", path, "--state", tmp_path).stdout
-    done = here("sync", "tiny", "--state", tmp_path)
+    done = here("rebuild", "tiny", "--sync", "--state", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)} == before
 

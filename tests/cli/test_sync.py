@@ -1,4 +1,4 @@
-"""Tests of `ablate sync`: what MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
+"""Tests of `ablate rebuild --sync`: what MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
 
 import json
 import os
@@ -124,17 +124,19 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
     assert expected > 30
     assert (
-        f"MLflow {expected:,} records behind; `ablate sync tiny` sends them"
+        f"MLflow {expected:,} records behind; `ablate rebuild tiny --sync` sends them"
         in here("status", "tiny", "--state", tmp_path).stdout
     )
 
-    dead = here("sync", "--state", tmp_path, "--mlflow", address, "--timeout", 3)
+    dead = here("rebuild", "--sync", "--state", tmp_path, "--mlflow", address, "--timeout", 3)
     assert dead.returncode == 1
     assert dead.stdout.startswith(
         f"tiny: {expected:,} of {expected:,} records are missing in {address}: MLflow's server does not answer: Connection refused"
     )
 
-    waiting = start("sync", "--state", tmp_path, "--mlflow", address)  # before the server is there
+    waiting = start(
+        "rebuild", "--sync", "--state", tmp_path, "--mlflow", address
+    )  # before the server is there
     try:
         client = serve()
         output, _ = waiting.communicate(timeout=180)
@@ -147,7 +149,7 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
         named = address.replace(
             "://", "://ablate:hunter2@"
         )  # MLflow's client shows where each run is, unless it is told not to
-        again = here("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named)
+        again = here("rebuild", "tiny", "--sync", "--force", "--state", tmp_path, "--mlflow", named)
         assert (again.returncode, again.stdout) == (0, output.replace("://", "://ablate:***@"))
         assert "hunter2" not in again.stderr
         assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
@@ -223,7 +225,7 @@ def test_a_deleted_database_is_made_again(tmp_path, empty):
     damaged.unlink()
     damaged.mkdir()
     path.unlink()
-    done = ablate("sync", "--rebuild", "--state", tmp_path, timeout=180)
+    done = ablate("rebuild", "--sync", "--force", "--state", tmp_path, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     client = MlflowClient(
         f"sqlite:///{tmp_path}/./mlflow.db"
@@ -246,7 +248,7 @@ def test_a_database_that_another_sweep_made_again_gets_this_ones_runs_too(tmp_pa
     for part in tmp_path.glob("mlflow.db*"):
         part.unlink()
     for name in ("two", "one"):
-        assert ablate("sync", name, "--state", tmp_path, timeout=180).returncode == 0
+        assert ablate("rebuild", name, "--sync", "--state", tmp_path, timeout=180).returncode == 0
     client = MlflowClient(f"sqlite:///{path}")
     for name in ("one", "two"):
         assert drawn(client, name) == recorded(tmp_path, name)
@@ -258,16 +260,16 @@ def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
     sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
     path = tmp_path / "mlflow.db"
     path.write_bytes(b"no database at all" * 1000)
-    for words in ((), ("tiny", "--rebuild")):
-        done = here("sync", *words, "--state", tmp_path)
+    for words in ((), ("tiny", "--force")):
+        done = here("rebuild", *words, "--sync", "--state", tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(
-            f"{path}: damaged (file is not a database); `ablate sync --rebuild`, without names, replaces it"
+            f"{path}: damaged (file is not a database); `ablate rebuild --sync --force`, without names, replaces it"
         )
     with lock(tmp_path / "sweeps" / "tiny" / "lock"):
-        done = here("sync", "--rebuild", "--state", tmp_path)
+        done = here("rebuild", "--sync", "--force", "--state", tmp_path)
     assert (done.returncode, "in use by tiny" in done.stderr) == (2, True)
-    assert here("sync", "--rebuild", "--state", tmp_path).returncode == 0
+    assert here("rebuild", "--sync", "--force", "--state", tmp_path).returncode == 0
     assert [kept.read_bytes()[:11] for kept in tmp_path.glob("mlflow.db.damaged-*")] == [b"no database"]
     assert drawn(MlflowClient(f"sqlite:///{path}"), "tiny") == recorded(tmp_path, "tiny")
 
@@ -293,7 +295,7 @@ def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_
     until(halfway, 120)
     driver.kill()
     end(driver)
-    done = here("sync", "--state", state, "--mlflow", store)
+    done = here("rebuild", "--sync", "--state", state, "--mlflow", store)
     assert done.returncode == 0, done.stdout + done.stderr
     assert drawn(client, "cut") == recorded(state, "cut")
     assert len(drawn(client, "cut")) == 2
@@ -312,7 +314,9 @@ def deep(state) -> bool:
 def test_an_experiment_that_was_deleted_in_its_pages_is_restored(tmp_path, client, store):
     sweep(tiny(tmp_path, "gone", workload=IDLE, seeds=1), tmp_path, store)
     client.delete_experiment(client.get_experiment_by_name("gone").experiment_id)
-    done = here("sync", "gone", "--rebuild", "--state", tmp_path, "--mlflow", store, "--timeout", 60)
+    done = here(
+        "rebuild", "gone", "--sync", "--force", "--state", tmp_path, "--mlflow", store, "--timeout", 60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert drawn(client, "gone") == recorded(tmp_path, "gone")
 
@@ -321,7 +325,7 @@ def test_what_runs_ships_by_itself(tmp_path):
     sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
     holder = ready_process(HOLD_LOCK, tmp_path / "sweeps" / "tiny" / "lock")
     try:
-        named, every = (here("sync", *words, "--state", tmp_path) for words in (("tiny",), ()))
+        named, every = (here("rebuild", *words, "--sync", "--state", tmp_path) for words in (("tiny",), ()))
     finally:
         end(holder)
     assert (named.returncode, named.stderr) == (
@@ -333,7 +337,7 @@ def test_what_runs_ships_by_itself(tmp_path):
 
 def test_without_mlflow_there_is_nothing_to_ship_to(tmp_path):
     sweep(tiny(tmp_path, workload=IDLE, seeds=1), tmp_path)
-    done = here("sync", "--state", tmp_path, ABLATE_MLFLOW="none")
+    done = here("rebuild", "--sync", "--state", tmp_path, ABLATE_MLFLOW="none")
     assert (done.returncode, done.stderr) == (
         2,
         "no MLflow to send to: ABLATE_MLFLOW says `none`; give an address with --mlflow\n",
@@ -344,7 +348,7 @@ def test_a_sweep_whose_ledger_is_damaged_keeps_no_other_from_being_shipped(tmp_p
     sweep(tiny(tmp_path, "sound", workload=IDLE, seeds=1), tmp_path)
     (tmp_path / "sweeps" / "broken").mkdir()
     (tmp_path / "sweeps" / "broken" / "ledger.db").write_bytes(b"nothing" * 2000)
-    done = here("sync", "--state", tmp_path, "--mlflow", store)
+    done = here("rebuild", "--sync", "--state", tmp_path, "--mlflow", store)
     assert done.returncode == 1
     assert "`ablate rebuild broken.yaml` makes it again" in done.stdout
     assert drawn(client, "sound") == recorded(tmp_path, "sound")

@@ -371,10 +371,10 @@ def test_an_mlflow_that_does_not_answer_is_said_and_loses_nothing(team, monkeypa
     ended = here(*words, **team.environment())
     assert ended.returncode == 0, ended.stderr
     assert (
-        "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate sync`"
+        "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate rebuild --sync`"
         in ended.stdout
     )
     assert set(statuses(team.state, "silent").values()) == {"done"}
-    ended = here("sync", "silent", **team.environment())
+    ended = here("rebuild", "silent", "--sync", **team.environment())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "none is missing" in ended.stdout

@@ -270,7 +270,7 @@ def test_a_database_that_cannot_be_written_is_read_unless_its_log_holds_more(fro
 
 
 @pytest.mark.parametrize(
-    "words", [("rebuild", "{file}", "--force"), ("sync", "tiny", "--mlflow", "{mlflow}")]
+    "words", [("rebuild", "{file}", "--force"), ("rebuild", "tiny", "--sync", "--mlflow", "{mlflow}")]
 )
 def test_what_writes_refuses_a_state_folder_that_cannot_be_written(words, frozen, tmp_path):
     names = {"file": tmp_path / "tiny.yaml", "mlflow": url(tmp_path / "mlflow.db")}

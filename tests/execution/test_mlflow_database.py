@@ -89,7 +89,7 @@ def test_a_driver_killed_while_mlflow_migrates_its_database_leaves_a_folder_that
         assert child.wait(30) == -signal.SIGKILL
     assert subprocess.run(command, env=own, check=False).returncode == 0
     done = here(
-        "sync", "--state", tmp_path, "--mlflow", url(store)
+        "rebuild", "--sync", "--state", tmp_path, "--mlflow", url(store)
     )  # a sweep waits 30 s for MLflow, which a busy machine exceeds
     assert done.returncode == 0, done.stdout + done.stderr
     assert statuses(store) == ["FINISHED"] * 4  # of 3 arms and the sweep
@@ -137,7 +137,7 @@ def test_a_half_made_database_that_an_earlier_version_left_is_put_aside_and_made
     assert database.half_made(store)
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     assert database.unusable(store) == "its first migration was interrupted"
-    done = here("sync", "--rebuild", "--state", tmp_path)
+    done = here("rebuild", "--sync", "--force", "--state", tmp_path)
     assert done.returncode == 0, done.stderr
     assert statuses(store) == ["FINISHED"] * 4
     (kept,) = tmp_path.glob("mlflow.db.damaged-*")
@@ -155,7 +155,7 @@ def test_a_rebuild_puts_aside_a_database_that_mlflow_cannot_open_and_a_sync_does
     assert not database.half_made(store)
     assert database.prepare(url(store), tmp_path) is None  # it holds runs
     assert not list(tmp_path.glob("mlflow.db.damaged-*"))
-    done = here("sync", "--rebuild", "--state", tmp_path)
+    done = here("rebuild", "--sync", "--force", "--state", tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("mlflow.db.damaged-*"))) == 1
     assert statuses(store) == ["FINISHED"] * 4
@@ -294,7 +294,7 @@ def test_artifacts_follow_a_state_folder_that_was_moved(tmp_path):
     ran = {run.data.tags["ablate.member"] for run in runs(MlflowClient(url(before / "mlflow.db")), "tiny")}
     before.rename(after)
     for _ in range(2):
-        done = here("sync", "tiny", "--state", after)
+        done = here("rebuild", "tiny", "--sync", "--state", after)
         assert done.returncode == 0, done.stdout + done.stderr
     client = MlflowClient(url(after / "mlflow.db"))
     drawn = runs(client, "tiny")

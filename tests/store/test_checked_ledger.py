@@ -32,7 +32,7 @@ READERS = {
     "show as tables": ("show", "tiny", "--to", "csv", "--out", "{out}"),
     "report": ("report", "tiny", "--mlflow", "none"),
     "status": ("status", "tiny", "--verify"),
-    "sync": ("sync", "tiny", "--mlflow", "sqlite:///{out}/mlflow.db"),
+    "sync": ("rebuild", "tiny", "--sync", "--mlflow", "sqlite:///{out}/mlflow.db"),
     "plan": (
         "plan",
         "{state}/../tiny.yaml",
@@ -44,7 +44,6 @@ OTHERS = {
     "calibrate": "runs its sweeps again first, whose controllers do the same",
     "collect": "the same: it is a sweep whose trials a batch system ran",
     "run-task": "runs one trial, and opens no ledger",
-    "rebuild": "compares the ledger with the trial folders, and writes it again",
     "judge": "reads runs from elsewhere, and writes their ledger before it shows it",
     "ui": "shows reports that were written, and counts of runs",
     "stop": "reads names and ids",

@@ -126,7 +126,7 @@ class MlflowServer:
             return f"no MLflow is set ({settings.origins['mlflow']})"
         path = path_of(self._uri)
         if path is not None and not path.exists():  # MLflow would create an empty one
-            return f"there is no {path}; `ablate sync` creates it from all sweeps"
+            return f"there is no {path}; `ablate rebuild --sync` creates it from all sweeps"
         return None
 
     def served(self, experiment: str | None) -> Served:
