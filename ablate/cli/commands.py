@@ -68,17 +68,17 @@ def options(
 
 
 class _Verbs(TyperGroup):
-    """All verbs. Their help says in one line that a shell can complete them, so that it fits one screen."""
+    """All verbs. Their help fits a terminal of 24 lines."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options, with typer's own on completion in one line."""
-        params: list[Any] = super().get_params(ctx)
-        for param in params:
-            if param.name == "install_completion":
-                param.help = "Complete verbs and sweeps by Tab."
-            elif param.name == "show_completion":
-                param.hidden = True
-        return params
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print options, question and verbs, a line each, without the frames that typer draws; like typer to
+        standard output, also if no verb is given. Its caller ends the last line."""
+        lines = ["Usage: ablate [--version] [--install-completion] [-h] COMMAND [ARGS]...", options.__doc__]
+        for heading, verbs in VERBS.items():
+            if heading:
+                lines += [typer.style(heading, bold=True)]
+                lines += [f"  {verb:11}{about}" for verb, (_, about) in verbs.items()]
+        typer.echo("\n".join(map(str, lines)), nl=False)
 
 
 def _new_app() -> typer.Typer:
@@ -107,7 +107,7 @@ def _listing() -> typer.Typer:
     app = _new_app()
     for heading, verbs in VERBS.items():
         for verb, (_, about) in verbs.items():
-            app.command(verb, rich_help_panel=heading, short_help=about, hidden=not heading)(lambda: None)
+            app.command(verb, short_help=about, hidden=not heading)(lambda: None)
     return app
 
 
@@ -117,7 +117,7 @@ def whole_app() -> typer.Typer:
     app = _new_app()
     for heading, verbs in VERBS.items():
         for verb, (file, about) in verbs.items():
-            _add(app, verb, file, rich_help_panel=heading, short_help=about, hidden=not heading)
+            _add(app, verb, file, short_help=about, hidden=not heading)
     return app
 
 

@@ -516,8 +516,8 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_next_comma
 def test_help_fits_one_screen_and_begins_with_the_verbs_of_every_day():
     done = here("--help", COLUMNS="80")
     lines = done.stdout.splitlines()
-    assert 24 <= len(lines) <= 40
-    first = [line.split()[1] for line in lines if re.match(r"│ [a-z]", line)][:8]
+    assert len(lines) <= 24
+    first = [line.split()[0] for line in lines if re.match(r"  [a-z]", line)][:8]
     assert first == [*VERBS["Every day"]]
 
 
