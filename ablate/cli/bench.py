@@ -47,12 +47,15 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Output:
-    """Options on the result of a measurement."""
+    """Options on the result of a measurement.
 
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Also draw a figure to this file.")
-    ] = None
+    Args:
+        as_json: Print JSON instead of a table.
+        png: Also draw a figure to this file.
+    """
+
+    as_json: Annotated[bool, typer.Option("--json")] = False
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE")] = None
 
     def begin(self) -> None:
         """Check the path of the figure before the measurements, which take minutes, and set the threads."""
@@ -99,17 +102,9 @@ class Output:
 
 @app.command()
 def kernels(
-    shapes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ROWSxCOLUMNS]...", help="Shapes of the tensors; default: 1024x1024."),
-    ] = None,
+    shapes: Annotated[list[str] | None, typer.Argument(metavar="[ROWSxCOLUMNS]...")] = None,
     rounds: Rounds = 15,
-    builds: Annotated[
-        bool,
-        typer.Option(
-            "--builds", help="Time every compiled build that this CPU can run, not only the fastest."
-        ),
-    ] = False,
+    builds: bool = False,
     device: OnDevice = "cpu",
     *,
     output: Output,
@@ -119,6 +114,10 @@ def kernels(
 
     On a GPU the compiled quantisers alone are timed, by CUDA events and with an empty L2 cache, beside a copy
     within its memory. A tensor should be larger than that cache.
+
+    Args:
+        shapes: Shapes of the tensors; default: 1024x1024.
+        builds: Time every compiled build that this CPU can run, not only the fastest.
     """
     print_starting("importing torch, then timing the quantisers", quiet=output.as_json)
     sizes = dict.fromkeys(_size(text, 2) for text in shapes or ["1024x1024"])
@@ -134,16 +133,17 @@ def kernels(
 
 @dataclass(frozen=True)
 class GptOptions:
-    """Options on the model to time."""
+    """Options on the model to time.
 
-    layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Number of blocks of the gpt.")] = 6
-    width: Annotated[
-        int, typer.Option(min=64, max=MOST_WIDTH, help="Width of the gpt, a multiple of 64.")
-    ] = 256
-    tokens: Annotated[
-        int,
-        typer.Option(min=128, max=128 * MOST_SEQUENCES, help="Tokens in a step, a multiple of 128."),
-    ] = 2048
+    Args:
+        layers: Number of blocks of the gpt.
+        width: Width of the gpt, a multiple of 64.
+        tokens: Tokens in a step, a multiple of 128.
+    """
+
+    layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS)] = 6
+    width: Annotated[int, typer.Option(min=64, max=MOST_WIDTH)] = 256
+    tokens: Annotated[int, typer.Option(min=128, max=128 * MOST_SEQUENCES)] = 2048
 
 
 @app.command()
@@ -151,16 +151,9 @@ def step(
     gpt: GptOptions,
     presets: Names = None,
     rounds: Rounds = 9,
-    all_presets: Annotated[
-        bool, typer.Option("--all-presets", help="Time every preset, each in its default mode alone.")
-    ] = False,
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="Also time each preset with compile: true; takes half a minute more."),
-    ] = False,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for a profiler trace of each preset's step.")
-    ] = None,
+    all_presets: bool = False,
+    compiled: Annotated[bool, typer.Option("--compile")] = False,
+    trace: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None,
     device: OnDevice = "cpu",
     *,
     output: Output,
@@ -169,6 +162,11 @@ def step(
 
     Quantised presets are timed twice: with products in bf16_out, the default, and with all products in
     fp32_out. On a GPU the time is not divided by operation; --trace shows its kernels.
+
+    Args:
+        all_presets: Time every preset, each in its default mode alone.
+        compiled: Also time each preset with compile: true; takes half a minute more.
+        trace: Folder for a profiler trace of each preset's step.
     """
     names = _with_bf16([*PRESETS] if all_presets else presets or ["fp32", "nvfp4"])
     for option, size, unit in (("width", gpt.width, 64), ("tokens", gpt.tokens, 128)):
@@ -196,12 +194,18 @@ def step(
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options on the layers to time, and on what computes them."""
+    """Options on the layers to time, and on what computes them.
 
-    shapes: Annotated[
-        list[str] | None,
-        typer.Option("--shape", metavar="TOKENSxINxOUT", help="Shape of a layer; repeatable."),
-    ] = None
+    Args:
+        shapes: Shape of a layer; repeatable.
+        tokens: Tokens for --model; default: 512 on a CPU, 8192 on a GPU.
+        engine: Engines to time; auto: Transformer Engine if preset and machine allow it. Of several, those
+          that cannot run a preset here are skipped, with the reason.
+        weights: Type of the weights; fp32, as in training, is cast to bf16 in every pass.
+        wide: Also time quantised presets with all products in fp32_out.
+    """
+
+    shapes: Annotated[list[str] | None, typer.Option("--shape", metavar="TOKENSxINxOUT")] = None
     models: Annotated[
         list[str] | None,
         typer.Option(
@@ -209,40 +213,18 @@ class LayerOptions:
             help=f"Time the four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable.",
         ),
     ] = None
-    tokens: Annotated[
-        int | None, typer.Option(min=16, help="Tokens for --model; default: 512 on a CPU, 8192 on a GPU.")
-    ] = None
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="ENGINE[,ENGINE]...",
-            help="Engines to time; auto: Transformer Engine if preset and machine allow it. Of several, "
-            "those that cannot run a preset here are skipped, with the reason.",
-        ),
-    ] = AUTO
-    weights: Annotated[
-        Literal["bf16", "fp32"],
-        typer.Option(help="Type of the weights; fp32, as in training, is cast to bf16 in every pass."),
-    ] = "fp32"
-    wide: Annotated[
-        bool, typer.Option("--fp32-out", help="Also time quantised presets with all products in fp32_out.")
-    ] = False
+    tokens: Annotated[int | None, typer.Option(min=16)] = None
+    engine: Annotated[str, typer.Option(metavar="ENGINE[,ENGINE]...")] = AUTO
+    weights: Literal["bf16", "fp32"] = "fp32"
+    wide: Annotated[bool, typer.Option("--fp32-out")] = False
 
 
 @app.command()
 def linear(
     layers: LayerOptions,
-    presets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PRESET]...", help="Presets besides bf16; default: nvfp4, mxfp8 and fp8_current."
-        ),
-    ] = None,
+    presets: Annotated[list[str] | None, typer.Argument(metavar="[PRESET]...")] = None,
     rounds: Rounds = 5,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        typer.Option(help="Device to measure on; default: a GPU if there is one."),
-    ] = None,
+    device: Literal["cpu", "cuda"] | None = None,
     *,
     output: Output,
 ) -> None:
@@ -252,6 +234,10 @@ def linear(
     from 4096 to 14336. The peak is the dense one of each product's format in NVIDIA's datasheet; on CPUs and
     other GPUs, the measured speed of torch's bf16 product. Casts: the fraction of the time that making the
     operands takes by itself, for engines that show them.
+
+    Args:
+        presets: Presets besides bf16; default: nvfp4, mxfp8 and fp8_current.
+        device: Device to measure on; default: a GPU if there is one.
     """
     names = _with_bf16(presets or ["nvfp4", "mxfp8", "fp8_current"])
     print_starting("importing torch, then timing layers", quiet=output.as_json)

@@ -28,18 +28,12 @@ def calibrate(
     context: typer.Context,
     file: ExperimentFile,
     flags: DeviceFlags,
-    hours: Annotated[
-        float | None, typer.Option(min=0.001, help="Longest time for the calibration; fewer seeds fit less.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=FEWEST_SEEDS, max=100, help="Seeds to calibrate on.")] = 4,
-    bad: Annotated[
-        str, typer.Option(help="Known-bad arm: a preset that is certainly worse than the others.")
-    ] = "mxfp4",
-    full: Annotated[bool, typer.Option(help="Try full runs beside forks.")] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the proposal and write no file beside the experiment.")
-    ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Trials to run at once.")] = None,
+    hours: Annotated[float | None, typer.Option(min=0.001)] = None,
+    seeds: Annotated[int, typer.Option(min=FEWEST_SEEDS, max=100)] = 4,
+    bad: str = "mxfp4",
+    full: bool = True,
+    dry_run: bool = False,
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Find the design that tells most per hour for this model, and write it into the experiment.
 
@@ -47,12 +41,19 @@ def calibrate(
     a known-bad arm and up to three arms of the experiment: in forks of a trunk, and in full runs. Designs and
     seeds follow from their noise and their speed. The same command continues it. Exit status: 0 done, 1 a
     trial failed or the known-bad arm cannot be seen, 2 bad input.
+
+    Args:
+        hours: Longest time for the calibration; fewer seeds fit less.
+        seeds: Seeds to calibrate on.
+        bad: Known-bad arm: a preset that is certainly worse than the others.
+        full: Try full runs beside forks.
+        dry_run: Print the proposal and write no file beside the experiment.
+        workers: Trials to run at once.
     """
     from ablate.results.calibration import best, candidates_of  # imports scipy: only to read results
 
-    settings = flags.settings(workers=workers)
+    settings, screen = flags.settings(workers=workers), console()
     experiment = load(file, settings.device)
-    screen = console()
     if dry_run:
         _remove_at_end(context, beside(file, CALIBRATION), beside(file, FULL_CALIBRATION))
     try:

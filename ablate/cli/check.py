@@ -30,19 +30,10 @@ _SILENT_SECONDS = 10.0
 
 
 def check(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            help="Experiment (YAML), a Python file with a training function, or FILE:FUNCTION, a rounding,"
-            " scale rule, statistic, grid or quantiser of your own."
-        ),
-    ],
-    function: Annotated[str, typer.Option(help="Name of the function, for a Python file.")] = "train",
-    config: Annotated[
-        list[str] | None,
-        typer.Option("--config", help="A value of trial.config, for a Python file: width=64; repeatable."),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each short run.")] = 6,
+    file: Path,
+    function: str = "train",
+    config: Annotated[list[str] | None, typer.Option("--config")] = None,
+    steps: Annotated[int, typer.Option(min=2)] = 6,
 ) -> None:
     """Check that a function of your own keeps the promises that comparisons rest on.
 
@@ -51,6 +42,13 @@ def check(
     reads and that are not in a trial's identity are listed. A function of a quantiser is tried on ties, zeros
     and numbers that are not finite. The first promise that is broken ends the check. Exit status: 0 all kept,
     1 one is not, 2 bad input, or the function does not begin from the experiment's `start`.
+
+    Args:
+        file: Experiment (YAML), a Python file with a training function, or FILE:FUNCTION, a rounding, scale
+          rule, statistic, grid or quantiser of your own.
+        function: Name of the function, for a Python file.
+        config: A value of trial.config, for a Python file: width=64; repeatable.
+        steps: Optimizer steps of each short run.
     """
     screen = console()
     if ":" in file.name:

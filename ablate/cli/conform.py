@@ -31,23 +31,14 @@ _STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "
 
 
 def conform(
-    subject: Annotated[
-        str,
-        typer.Argument(help="module:function, file.py:function, module:SUBJECT, or a folder of dumps."),
-    ] = "",
-    recipe: Annotated[str, typer.Option("--as", help="Recipe that it should compute.")] = "nvfp4",
-    only: Annotated[
-        list[str] | None, typer.Option(metavar="PROPERTY", help="Examine this property only; repeatable.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    device: Annotated[str, typer.Option(help="Device of the tensors that it is handed.")] = "cpu",
+    subject: Annotated[str, typer.Argument()] = "",
+    recipe: Annotated[str, typer.Option("--as")] = "nvfp4",
+    only: Annotated[list[str] | None, typer.Option(metavar="PROPERTY")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    device: str = "cpu",
     seed: Seed = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="CSV", help="Write every number of the wrong stages to this file.")
-    ] = None,
-    demo: Annotated[
-        bool, typer.Option("--demo", help="Show a published fault, injected and detected.")
-    ] = False,
+    save: Annotated[Path | None, typer.Option(metavar="CSV")] = None,
+    demo: bool = False,
 ) -> None:
     """Find out whether a quantiser or product computes a recipe, and show its first wrong stage.
 
@@ -55,6 +46,15 @@ def conform(
     saturation and odd shapes; draws by their distribution; products by a bound on their sums. Exit status: 0
     all properties hold, 1 one fails, 2 bad input. A folder of dumps has the tensors x, w, dy, y, dx and dw of
     layers in NAME.safetensors or NAME.pt, or the files of Transformer Engine's DumpTensors.
+
+    Args:
+        subject: module:function, file.py:function, module:SUBJECT, or a folder of dumps.
+        recipe: Recipe that it should compute.
+        only: Examine this property only; repeatable.
+        as_json: Print JSON instead of a table.
+        device: Device of the tensors that it is handed.
+        save: Write every number of the wrong stages to this file.
+        demo: Show a published fault, injected and detected.
     """
     if demo == bool(subject) or (demo and (recipe != "nvfp4" or only or device != "cpu" or seed)):
         raise InputError("give a subject, such as my_kernels.py:quantise, or --demo alone")

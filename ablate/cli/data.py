@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from rich.progress import BarColumn, FileSizeColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -24,75 +24,61 @@ app = App(help="Prepare text for training, or describe a data source.", no_args_
 
 _HUB = "hub:"
 _FIRST_TOKENS = 60
-_DATASET = "Datasets"
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Options on the text and its tokens."""
+    """Options on the text and its tokens.
 
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="bytes; bpe:N to train one; path of a tokenizer.json; or name of a model on the hub."
-        ),
-    ] = "bytes"
-    val: Annotated[
-        list[str] | None,
-        typer.Option(help="Text files for validation; default: hold out documents of the input."),
-    ] = None
-    val_fraction: Annotated[
-        float, typer.Option(min=0.0001, max=0.9, help="Fraction of the text to hold out for validation.")
-    ] = 0.01
-    shard_tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 30, help="Maximum number of tokens in one shard.")
-    ] = 100_000_000
-    column: Annotated[
-        str, typer.Option(help="Column or key of the text in .jsonl, .parquet and datasets.")
-    ] = "text"
+    Args:
+        tokenizer: bytes; bpe:N to train one; path of a tokenizer.json; or name of a model on the hub.
+        val: Text files for validation; default: hold out documents of the input.
+        val_fraction: Fraction of the text to hold out for validation.
+        shard_tokens: Maximum number of tokens in one shard.
+        column: Column or key of the text in .jsonl, .parquet and datasets.
+    """
+
+    tokenizer: str = "bytes"
+    val: list[str] | None = None
+    val_fraction: Annotated[float, typer.Option(min=0.0001, max=0.9)] = 0.01
+    shard_tokens: Annotated[int, typer.Option(min=1, max=1 << 30)] = 100_000_000
+    column: str = "text"
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Options on a dataset of the hub, and on how much is read."""
+    """Options on a dataset of the hub, and on how much is read.
 
-    config: Annotated[
-        str | None, typer.Option(help="Name of the dataset's configuration.", rich_help_panel=_DATASET)
-    ] = None
-    split: Annotated[str, typer.Option(help="Split of the dataset.", rich_help_panel=_DATASET)] = "train"
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            help="Commit, tag or branch of the dataset; default: the newest.", rich_help_panel=_DATASET
-        ),
-    ] = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop after this many training tokens.", rich_help_panel=_DATASET),
-    ] = None
+    Args:
+        config: Name of the dataset's configuration.
+        split: Split of the dataset.
+        revision: Commit, tag or branch of the dataset; default: the newest.
+        tokens: Stop after this many training tokens.
+    """
+
+    panel: ClassVar = "Datasets"
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    tokens: Annotated[int | None, typer.Option(min=1)] = None
 
 
 @app.command()
 def prepare(
-    inputs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="INPUT...",
-            help="Text files or globs, .jsonl, .parquet; or hub:NAME for a dataset of the Hugging Face hub. "
-            "With --show: a prepared folder, token shards, or one of stdlib, prose, digits, photos.",
-        ),
-    ],
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...")],
     text: TextOptions,
     dataset: DatasetOptions,
-    out: Annotated[Path | None, typer.Option(help="Output folder; must be empty or must not exist.")] = None,
-    show: Annotated[
-        bool,
-        typer.Option(
-            "--show", help="Describe INPUT instead: counts, vocabulary, fingerprint, beginning of the text."
-        ),
-    ] = False,
+    out: Path | None = None,
+    show: bool = False,
 ) -> None:
-    """Tokenise text into shards, and print the YAML that refers to them; or describe a data source."""
+    """Tokenise text into shards, and print the YAML that refers to them; or describe a data source.
+
+    Args:
+        inputs: Text files or globs, .jsonl, .parquet; or hub:NAME for a dataset of the Hugging Face hub. With
+          --show: a prepared folder, token shards, or one of stdlib, prose, digits, photos.
+        out: Output folder; must be empty or must not exist.
+        show: Describe INPUT instead: counts, vocabulary, fingerprint, beginning of the text.
+    """
     if show:
         if out or (text, dataset) != (TextOptions(), DatasetOptions()):
             raise InputError("--show: describes data as they are and writes nothing; omit the other options")

@@ -32,23 +32,11 @@ _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")
 
 
 def doctor(
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Run only the quick checks, as before every sweep.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    engine: Annotated[
-        str | None,
-        typer.Option(help="Compare the kernels of this engine, on this machine, with the emulator instead."),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for the comparison, with a figure next to it; default: parity-<GPU>-<version>.json."
-        ),
-    ] = None,
-    lifeline: Annotated[
-        bool, typer.Option("--lifeline", hidden=True, help="End when standard input closes.")
-    ] = False,
+    fast: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    engine: str | None = None,
+    record: Path | None = None,
+    lifeline: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Show what this machine can run, and check its numerics.
 
@@ -56,6 +44,13 @@ def doctor(
     torchao and ml_dtypes if they are installed. With --engine transformer_engine or scaled_mm, compare its
     kernels with the emulator; --fast skips the training runs. Exit status: 0 all checks agree, 1 one does
     not, 2 bad input, or the comparison is impossible here.
+
+    Args:
+        fast: Run only the quick checks, as before every sweep.
+        as_json: Print JSON instead of tables.
+        engine: Compare the kernels of this engine, on this machine, with the emulator instead.
+        record: File for the comparison, with a figure next to it; default: parity-<GPU>-<version>.json.
+        lifeline: End when standard input closes.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()

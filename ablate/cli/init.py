@@ -193,36 +193,31 @@ if __name__ == "__main__":                              # stands for your bf16 r
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="Name of the experiment.")] = "experiment",
-    training: Annotated[
-        bool, typer.Option("--training", help="Also write a training file of your own, NAME_train.py.")
-    ] = False,
-    torchtitan: Annotated[
-        bool, typer.Option("--torchtitan", help="Sweep a job of torchtitan, which NAME_job.sh starts.")
-    ] = False,
-    megatron: Annotated[
-        bool, typer.Option("--megatron", help="Sweep a job of Megatron-LM, which NAME_job.sh starts.")
-    ] = False,
-    hf: Annotated[
-        bool, typer.Option("--hf", help="Sweep a script with transformers' Trainer, NAME_train.py.")
-    ] = False,
-    rounding: Annotated[
-        bool,
-        typer.Option("--rounding", help="Compare a rounding of your own, NAME_rounding.py, with nearest."),
-    ] = False,
-    forks: Annotated[
-        bool, typer.Option("--forks", help="Compare short windows from a bf16 run, with less noise.")
-    ] = False,
-    by_map: Annotated[
-        bool, typer.Option("--map", help="Map which layers a recipe's damage comes from.")
-    ] = False,
-    schema: Annotated[
-        bool,
-        typer.Option("--schema", help="Print the JSON Schema of an experiment, for editors; write nothing."),
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+    name: Annotated[str, typer.Argument()] = "experiment",
+    training: bool = False,
+    torchtitan: bool = False,
+    megatron: bool = False,
+    hf: bool = False,
+    rounding: bool = False,
+    forks: bool = False,
+    by_map: Annotated[bool, typer.Option("--map")] = False,
+    schema: bool = False,
+    folder: Path = Path(),
 ) -> None:
-    """Write NAME.yaml, a commented experiment to start from. Existing files are never overwritten."""
+    """Write NAME.yaml, a commented experiment to start from. Existing files are never overwritten.
+
+    Args:
+        name: Name of the experiment.
+        training: Also write a training file of your own, NAME_train.py.
+        torchtitan: Sweep a job of torchtitan, which NAME_job.sh starts.
+        megatron: Sweep a job of Megatron-LM, which NAME_job.sh starts.
+        hf: Sweep a script with transformers' Trainer, NAME_train.py.
+        rounding: Compare a rounding of your own, NAME_rounding.py, with nearest.
+        forks: Compare short windows from a bf16 run, with less noise.
+        by_map: Map which layers a recipe's damage comes from.
+        schema: Print the JSON Schema of an experiment, for editors; write nothing.
+        folder: Folder to write to.
+    """
     if schema:
         from ablate.experiment.schema import json_schema
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import ClassVar, NoReturn
 
 import typer
 
@@ -34,22 +34,16 @@ _REPORT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options on job arrays of SLURM, which run the trials in place of this process."""
+    """Options on job arrays of SLURM, which run the trials in place of this process.
 
-    export_jobs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Run nothing: write the missing trials into this folder as job arrays of SLURM.",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Option of sbatch for these jobs, such as --partition=gpu; repeatable.",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
+    Args:
+        export_jobs: Run nothing: write the missing trials into this folder as job arrays of SLURM.
+        sbatch: Option of sbatch for these jobs, such as --partition=gpu; repeatable.
+    """
+
+    panel: ClassVar = LOCATIONS
+    export_jobs: Path | None = None
+    sbatch: list[str] | None = None
     capability: Capability = None
 
 
@@ -92,13 +86,16 @@ def export_jobs(
 
 
 def collect(
-    folder: Annotated[Path, typer.Argument(help="Folder that `ablate sweep X.yaml --export-jobs` wrote.")],
+    folder: Path,
     flags: Flags,
 ) -> None:
     """Adopt the finished trials of a job array, and say what is missing.
 
     The results are the same files as those of any sweep; the last line names the command that gives the
     answer. Exit status: 0 all trials are there, 1 some are not.
+
+    Args:
+        folder: Folder that `ablate sweep X.yaml --export-jobs` wrote.
     """
     jobs = Jobs.read(folder)
     settings = flags.settings(device=jobs.device)
@@ -160,15 +157,20 @@ def _spans(tasks: Sequence[int]) -> str:
 
 
 def run_task(
-    folder: Annotated[Path, typer.Argument(help="Folder that `ablate sweep X.yaml --export-jobs` wrote.")],
-    stage: Annotated[int, typer.Argument(help="Number of the stage, from 1 on.")],
-    task: Annotated[int, typer.Argument(help="Index of the task in the stage's array, from 0 on.")],
+    folder: Path,
+    stage: int,
+    task: int,
     check_command: CheckCommand = None,
 ) -> None:
     """Run one task of an exported sweep; the scripts in the folder call this.
 
     Exit status: 0 the trial is over, 1 it failed, 2 there is no such task, 75 the task was told to end
     (SIGTERM) and is to be queued again; its trial then goes on from its last checkpoint.
+
+    Args:
+        folder: Folder that `ablate sweep X.yaml --export-jobs` wrote.
+        stage: Number of the stage, from 1 on.
+        task: Index of the task in the stage's array, from 0 on.
     """
     from ablate.verification.checkup import COMMAND, Checkup, Unfit
 

@@ -30,15 +30,15 @@ _NOTES = 8
 
 @dataclass(frozen=True)
 class ReadingFlags:
-    """Options on how the runs are read."""
+    """Options on how the runs are read.
 
-    column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ROLE=NAME", help="Column of the arm, seed, step or run: arm=recipe."),
-    ] = None
-    name: Annotated[
-        str | None, typer.Option(help="Pattern of a run's name with arm and seed: {arm}-s{seed}.")
-    ] = None
+    Args:
+        column: Column of the arm, seed, step or run: arm=recipe.
+        name: Pattern of a run's name with arm and seed: {arm}-s{seed}.
+    """
+
+    column: Annotated[list[str] | None, typer.Option(metavar="ROLE=NAME")] = None
+    name: str | None = None
     logs: Annotated[
         str | None,
         typer.Option(help=f"Format of logs: {', '.join(READERS)}, hf:10 (logging_steps), regex:EXPRESSION."),
@@ -60,33 +60,26 @@ class ReadingFlags:
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Options on what is compared."""
+    """Options on what is compared.
 
-    against: Annotated[str | None, typer.Option(help="Arm that the others are compared with.")] = None
-    metric: Annotated[
-        str | None,
-        typer.Option(help="Metric, or METRIC=COLUMN; its last value counts. Default: val/loss, if there."),
-    ] = None
-    min_effect: Annotated[
-        str | None, typer.Option(help="Smallest difference that matters: 0.005, or 0.1% of the baseline.")
-    ] = None
-    maximize: Annotated[
-        bool | None, typer.Option("--maximize/--minimize", help="Better direction; default: by its name.")
-    ] = None
-    ignore: Annotated[
-        list[str] | None, typer.Option(metavar="FIELD", help="Field that may differ between runs of an arm.")
-    ] = None
+    Args:
+        against: Arm that the others are compared with.
+        metric: Metric, or METRIC=COLUMN; its last value counts. Default: val/loss, if there.
+        min_effect: Smallest difference that matters: 0.005, or 0.1% of the baseline.
+        maximize: Better direction; default: by its name.
+        ignore: Field that may differ between runs of an arm.
+        without: Run that ended early, to be left out; the report says so. Repeatable.
+        at: Step to compare; default: the last one that most runs have.
+    """
 
-    without: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RUN", help="Run that ended early, to be left out; the report says so. Repeatable."
-        ),
-    ] = None
-    at: Annotated[
-        int | None,
-        typer.Option(metavar="STEP", help="Step to compare; default: the last one that most runs have."),
-    ] = None
+    against: str | None = None
+    metric: str | None = None
+    min_effect: str | None = None
+    maximize: Annotated[bool | None, typer.Option("--maximize/--minimize")] = None
+    ignore: Annotated[list[str] | None, typer.Option(metavar="FIELD")] = None
+
+    without: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None
+    at: Annotated[int | None, typer.Option(metavar="STEP")] = None
 
     @property
     def question(self) -> "Question":
@@ -106,30 +99,21 @@ class QuestionFlags:
 
 @dataclass(frozen=True)
 class GateFlags:
-    """Options of a gate for a loop of proposals."""
+    """Options of a gate for a loop of proposals.
 
-    gate: Annotated[
-        bool,
-        typer.Option(
-            "--gate",
-            help="Keep, discard (exit status 3) or run again (4) the one arm beside --against and --floor.",
-        ),
-    ] = False
-    history: Annotated[
-        Path | None, typer.Option(help="File with all proposals that the gate has judged; begun if missing.")
-    ] = None
-    floor: Annotated[
-        str | None,
-        typer.Option(
-            help="Arm with reruns of one configuration, whose spread is stated; a gate needs 16 at first."
-        ),
-    ] = None
-    proposals: Annotated[
-        int | None, typer.Option(help="Number of proposals to come, declared at the start; default: 50.")
-    ] = None
-    token: Annotated[
-        str, typer.Option(help="Token that an earlier decision printed; finds a replaced history.")
-    ] = ""
+    Args:
+        gate: Keep, discard (exit status 3) or run again (4) the one arm beside --against and --floor.
+        history: File with all proposals that the gate has judged; begun if missing.
+        floor: Arm with reruns of one configuration, whose spread is stated; a gate needs 16 at first.
+        proposals: Number of proposals to come, declared at the start; default: 50.
+        token: Token that an earlier decision printed; finds a replaced history.
+    """
+
+    gate: bool = False
+    history: Path | None = None
+    floor: str | None = None
+    proposals: int | None = None
+    token: str = ""
 
     def refuse_alone(self) -> None:
         """Raise InputError for an option of a gate without `--gate`, or a gate without a history."""
@@ -141,35 +125,26 @@ class GateFlags:
 
 
 def judge(
-    places: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="X...",
-            help="Files, folders or addresses with runs: CSV, parquet, JSON lines, W&B, MLflow, TensorBoard, "
-            "logs. A path may be a pattern: logs/{arm}/seed{seed}.log.",
-        ),
-    ],
+    places: Annotated[list[str], typer.Argument(metavar="X...")],
     flags: Flags,
     reading: ReadingFlags,
     asked: QuestionFlags,
     gated: GateFlags,
-    kept: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            help="Name in the state folder, or of the proposal; default: of the first file, of its arm.",
-        ),
-    ] = None,
-    into: Annotated[
-        str | None,
-        typer.Option(metavar="SWEEP", help="Add the runs to this sweep's report, as arms not started here."),
-    ] = None,
-    report: Annotated[bool, typer.Option(help="Write the report.")] = True,
+    kept: Annotated[str | None, typer.Option("--as")] = None,
+    into: Annotated[str | None, typer.Option(metavar="SWEEP")] = None,
+    report: bool = True,
     as_json: JsonOption = False,
 ) -> None:
     """Judge runs that were not started here: the answer, table and report of a sweep.
 
     Verdicts need three runs an arm; they are paired if arms share seeds.
+
+    Args:
+        places: Files, folders or addresses with runs: CSV, parquet, JSON lines, W&B, MLflow, TensorBoard,
+          logs. A path may be a pattern: logs/{arm}/seed{seed}.log.
+        kept: Name in the state folder, or of the proposal; default: of the first file, of its arm.
+        into: Add the runs to this sweep's report, as arms not started here.
+        report: Write the report.
     """
     from ablate.judging.answer import judgement_of
     from ablate.judging.judged_ledger import add_to_sweep, write_ledger

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -38,16 +38,12 @@ Seeds = Annotated[
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(
-        help="Device on which trials compute; default: auto, a GPU if there is one.",
-        rich_help_panel=LOCATIONS,
-    ),
+    typer.Option(help="Device on which trials compute; default: auto, a GPU if there is one."),
 ]
 Mlflow = Annotated[
     str | None,
     typer.Option(
-        help="Address of MLflow; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)",
-        rich_help_panel=LOCATIONS,
+        help="Address of MLflow; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)"
     ),
 ]
 Capability = Annotated[
@@ -66,22 +62,16 @@ CheckCommand = Annotated[
 
 @dataclass(frozen=True)
 class Flags:
-    """Options that set fields of `Settings`, under the names of these fields; None: not given."""
+    """Options that set fields of `Settings`, under the names of these fields; None: not given.
 
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of trials, ledgers and the local MLflow store; default: runs. (ABLATE_STATE)",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="Profile of ablate.toml to read settings from; default: default. (ABLATE_PROFILE)",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
+    Args:
+        state: Folder of trials, ledgers and the local MLflow store; default: runs. (ABLATE_STATE)
+        profile: Profile of ablate.toml to read settings from; default: default. (ABLATE_PROFILE)
+    """
+
+    panel: ClassVar = LOCATIONS
+    state: Path | None = None
+    profile: str | None = None
 
     def settings(self, **more: Any) -> Settings:
         """Return the settings: these options before environment, profile and defaults. `more`: values of
@@ -105,49 +95,24 @@ class DeviceFlags(Flags):
 
 @dataclass(frozen=True)
 class SweepFlags(Flags):
-    """All options that set fields of `Settings`, but `notify`, which stands in another panel."""
+    """All options that set fields of `Settings`, but `notify`, which stands in another panel.
 
-    executor: Annotated[
-        Literal["ray", "inline"] | None,
-        typer.Option(
-            help="ray: parallel, the default; inline: one trial after another in this process.",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            help="Ray cluster to use: auto, host:port, ray://...; local, the default, starts Ray here. "
-            "(ABLATE_RAY_ADDRESS)",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Trials to run at once; default: one for each core or GPU.", rich_help_panel=LOCATIONS
-        ),
-    ] = None
+    Args:
+        executor: ray: parallel, the default; inline: one trial after another in this process.
+        ray: Ray cluster to use: auto, host:port, ray://...; local, the default, starts Ray here.
+          (ABLATE_RAY_ADDRESS)
+        workers: Trials to run at once; default: one for each core or GPU.
+        price: Cost of one worker-hour, for `budget.cost`.
+        tracker: Trackers beside MLflow: tensorboard, module:class, none; commas between. (ABLATE_TRACKER)
+        shared_state: Give a new state folder the permissions of the umask; default: access for this user
+          only. (ABLATE_SHARED_STATE)
+    """
+
+    executor: Literal["ray", "inline"] | None = None
+    ray: Annotated[str | None, typer.Option("--address")] = None
+    workers: Annotated[int | None, typer.Option(min=1)] = None
     device: Device = None
-    price: Annotated[
-        float | None,
-        typer.Option(min=0, help="Cost of one worker-hour, for `budget.cost`.", rich_help_panel=LOCATIONS),
-    ] = None
+    price: Annotated[float | None, typer.Option(min=0)] = None
     mlflow: Mlflow = None
-    tracker: Annotated[
-        str | None,
-        typer.Option(
-            help="Trackers beside MLflow: tensorboard, module:class, none; commas between. (ABLATE_TRACKER)",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
-    shared_state: Annotated[
-        bool | None,
-        typer.Option(
-            "--shared-state",
-            help="Give a new state folder the permissions of the umask; default: access for this user only. "
-            "(ABLATE_SHARED_STATE)",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
+    tracker: str | None = None
+    shared_state: Annotated[bool | None, typer.Option("--shared-state")] = None

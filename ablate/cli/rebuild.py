@@ -44,36 +44,22 @@ class RebuildFlags(DeviceFlags, MlflowFlags):
 
 def rebuild(
     flags: RebuildFlags,
-    sweeps: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="X",
-            help="Experiment file (YAML). With --sync: sweeps, by name or by file; default: all.",
-            autocompletion=complete_sweeps,
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Rebuild a ledger without damage, too; with --sync, send all records again, after data in"
-            " MLflow were deleted or damaged.",
-        ),
-    ] = False,
-    sync: Annotated[
-        bool,
-        typer.Option(
-            "--sync", help="Send MLflow the records that it does not have yet instead; none is written twice."
-        ),
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=0, help="With --sync: give up after this many seconds without progress.")
-    ] = 300.0,
+    sweeps: Annotated[list[str] | None, typer.Argument(metavar="X", autocompletion=complete_sweeps)] = None,
+    force: bool = False,
+    sync: bool = False,
+    timeout: Annotated[float, typer.Option(min=0)] = 300.0,
 ) -> None:
     """Rebuild the damaged ledger of a sweep, from its YAML file X, and print what was recovered. The damaged
     file is kept; no trial runs. With --sync, send the records of sweeps to MLflow.
 
     Exit status: 0 done, or MLflow has all records, 1 some are missing there, 2 bad input.
+
+    Args:
+        sweeps: Experiment file (YAML). With --sync: sweeps, by name or by file; default: all.
+        force: Rebuild a ledger without damage, too; with --sync, send all records again, after data in MLflow
+          were deleted or damaged.
+        sync: Send MLflow the records that it does not have yet instead; none is written twice.
+        timeout: With --sync: give up after this many seconds without progress.
     """
     settings = flags.settings()
     if sync:

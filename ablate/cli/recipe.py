@@ -73,18 +73,17 @@ def show(
     source: Source,
     flags: Flags,
     turn: Set = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the canonical JSON instead.")] = False,
-    as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="Print a recipe file instead, which an experiment can name.")
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder with config.json, or name on the Hugging Face hub; count its layers by layer policy."
-        ),
-    ] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml")] = False,
+    model: str | None = None,
 ) -> None:
-    """Print a recipe: its three products with six operands, then its layer policy and schedule."""
+    """Print a recipe: its three products with six operands, then its layer policy and schedule.
+
+    Args:
+        as_json: Print the canonical JSON instead.
+        as_yaml: Print a recipe file instead, which an experiment can name.
+        model: Folder with config.json, or name on the Hugging Face hub; count its layers by layer policy.
+    """
     recipe = resolve(source, turn or [], flags)
     placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
     if as_json or as_yaml:

@@ -42,33 +42,23 @@ Blocks = Annotated[
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options that say where the configuration of a job is: one of the first five, in the order of `Job`."""
+    """Options that say where the configuration of a job is: one of the first five, in the order of `Job`.
 
-    arguments: Annotated[
-        str | None, typer.Option("--megatron-args", help="Arguments of Megatron-LM, as one string.")
-    ] = None
-    script: Annotated[
-        Path | None,
-        typer.Option(help="Shell script that starts one job of Megatron-LM, or text with its arguments."),
-    ] = None
-    te: Annotated[
-        str | None,
-        typer.Option(
-            "--te",
-            help="Class of Transformer Engine that the job makes without arguments, such as"
-            " NVFP4BlockScaling.",
-        ),
-    ] = None
-    made: Annotated[
-        str | None, typer.Option("--object", help="Recipe object of Transformer Engine, as module:name.")
-    ] = None
-    fouroversix: Annotated[
-        Path | None,
-        typer.Option(help="JSON of fouroversix's ModelQuantizationConfig, or a config.json with it."),
-    ] = None
-    environment: Annotated[
-        Path | None, typer.Option("--env", help="File with NAME=value lines; default: this environment.")
-    ] = None
+    Args:
+        arguments: Arguments of Megatron-LM, as one string.
+        script: Shell script that starts one job of Megatron-LM, or text with its arguments.
+        te: Class of Transformer Engine that the job makes without arguments, such as NVFP4BlockScaling.
+        made: Recipe object of Transformer Engine, as module:name.
+        fouroversix: JSON of fouroversix's ModelQuantizationConfig, or a config.json with it.
+        environment: File with NAME=value lines; default: this environment.
+    """
+
+    arguments: Annotated[str | None, typer.Option("--megatron-args")] = None
+    script: Path | None = None
+    te: Annotated[str | None, typer.Option("--te")] = None
+    made: Annotated[str | None, typer.Option("--object")] = None
+    fouroversix: Path | None = None
+    environment: Annotated[Path | None, typer.Option("--env")] = None
     model: ModelName = None
     blocks: Blocks = None
 
@@ -87,17 +77,21 @@ def export(
     flags: Flags,
     target: Annotated[
         Literal["te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "json", "yaml"],
-        typer.Option("--to", help="Training stack."),
+        typer.Option("--to"),
     ],
     turn: Set = None,
     model: ModelName = None,
     blocks: Blocks = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
 ) -> None:
     """Write a recipe as what a training stack reads, with every argument.
 
     Only what the stack computes exactly is written; otherwise every field that would be lost is listed, with
     exit status 2.
+
+    Args:
+        target: Training stack.
+        out: File to write; default: print.
     """
     recipe = resolve(source, turn or [], flags)
     if target in _PLAIN:
@@ -121,12 +115,15 @@ def _title(source: str, turned: list[str]) -> str:
 @app.command("import")
 def import_recipe(
     options: JobOptions,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
 ) -> None:
     """Print the recipe that a training stack's configuration stands for, as a recipe file.
 
     Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
     counterpart here is refused, by its field, and so is an argument that the stack ignores.
+
+    Args:
+        out: File to write; default: print.
     """
     job, recipe, *_ = options.read()
     if ignored := job.ignored():

@@ -36,10 +36,7 @@ from ablate.store.verify import verify
 def report(
     flags: MlflowFlags,
     experiments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[X]...", help="Experiments, by YAML file or by name.", autocompletion=complete_sweeps
-        ),
+        list[str] | None, typer.Argument(metavar="[X]...", autocompletion=complete_sweeps)
     ] = None,
     notebook: Annotated[
         list[str] | None,
@@ -47,15 +44,17 @@ def report(
             help=f"Notebooks to run instead of the default for the experiment: {', '.join(NOTEBOOKS)}."
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the reports; default: reports in the state folder."),
-    ] = None,
-    pdf: Annotated[bool, typer.Option(help="Also write a PDF, if a browser is installed.")] = True,
+    out: Path | None = None,
+    pdf: bool = True,
 ) -> None:
     """Write the report of one or more experiments; a report of unfinished experiments says so.
 
     It is written to reports/<experiment>/ in the state folder, and attached to the sweep's run in MLflow.
+
+    Args:
+        experiments: Experiments, by YAML file or by name.
+        out: Folder for the reports; default: reports in the state folder.
+        pdf: Also write a PDF, if a browser is installed.
     """
     settings = flags.settings()
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in experiments or ()]

@@ -38,31 +38,25 @@ _TABLES = ("arms", "effects", "damage", "windows", "trials")
 def show(
     flags: Flags,
     what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[X [Y]]",
-            help="A sweep, by name or YAML file; or two sweeps, or two arms as SWEEP:ARM, to compare.",
-            autocompletion=complete_sweeps,
-        ),
+        list[str] | None, typer.Argument(metavar="[X [Y]]", autocompletion=complete_sweeps)
     ] = None,
-    form: Annotated[
-        _Form | None,
-        typer.Option(
-            "--to",
-            help="md: to paste; html: one sweep, intervals drawn; csv, parquet: its tables as files.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the files; default: X_tables in this folder.")
-    ] = None,
-    records: Annotated[bool, typer.Option(help="Every recorded number among the files, too.")] = True,
-    workload: Annotated[
-        str | None, typer.Option(help="Of all arms, those on workloads whose name contains this: gpt, 4x128.")
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="Of all arms, those compared by this metric.")] = None,
+    form: Annotated[_Form | None, typer.Option("--to")] = None,
+    out: Path | None = None,
+    records: bool = True,
+    workload: str | None = None,
+    metric: str | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show all arms, best first; one sweep's claim with its design, to paste; or what differs in two."""
+    """Show all arms, best first; one sweep's claim with its design, to paste; or what differs in two.
+
+    Args:
+        what: A sweep, by name or YAML file; or two sweeps, or two arms as SWEEP:ARM, to compare.
+        form: md: to paste; html: one sweep, intervals drawn; csv, parquet: its tables as files.
+        out: Folder for the files; default: X_tables in this folder.
+        records: Every recorded number among the files, too.
+        workload: Of all arms, those on workloads whose name contains this: gpt, 4x128.
+        metric: Of all arms, those compared by this metric.
+    """
     words = what or []
     _refuse_misfits(words, form, out, workload or metric, as_json)
     folder = flags.settings().state

@@ -36,21 +36,18 @@ _MOST_RUNNING = 64
 def status(
     flags: Flags,
     sweeps: Sweeps = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh the output until Ctrl-C.")] = False,
-    verified: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Compare every record with the files of its trial instead; exit status 1 if one differs.",
-        ),
-    ] = False,
+    watch: bool = False,
+    verified: Annotated[bool, typer.Option("--verify")] = False,
     as_json: JsonOption = False,
-    show_settings: Annotated[
-        bool, typer.Option("--settings", help="Print the settings in use instead, each with its origin.")
-    ] = False,
+    show_settings: Annotated[bool, typer.Option("--settings")] = False,
 ) -> None:
     """Show the answer of every sweep; of one that runs its trials, speed and time left; of one that is named
     its failures with their reasons, too. Changes nothing.
+
+    Args:
+        watch: Refresh the output until Ctrl-C.
+        verified: Compare every record with the files of its trial instead; exit status 1 if one differs.
+        show_settings: Print the settings in use instead, each with its origin.
     """
     settings, screen = flags.settings(), console()
     if show_settings:

@@ -21,26 +21,22 @@ or waits for a file system.
 
 
 def stop(
-    sweep: Annotated[
-        str,
-        typer.Argument(
-            metavar="X", help="A running sweep, by name or by YAML file.", autocompletion=complete_sweeps
-        ),
-    ],
+    sweep: Annotated[str, typer.Argument(metavar="X", autocompletion=complete_sweeps)],
     flags: Flags,
-    arm: Annotated[str | None, typer.Option(help="Stop only this arm, given by name.")] = None,
-    trial: Annotated[
-        str | None, typer.Option(help="Stop only this trial, given by its id or a prefix of it.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop nothing: run this many trials at once from now on."),
-    ] = None,
+    arm: str | None = None,
+    trial: str | None = None,
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     """Stop a running sweep, or one arm or one trial of it. Results are kept: the same sweep command continues
     it.
 
     Or change its number of workers: running trials continue; with fewer workers, no new ones start yet.
+
+    Args:
+        sweep: A running sweep, by name or by YAML file.
+        arm: Stop only this arm, given by name.
+        trial: Stop only this trial, given by its id or a prefix of it.
+        workers: Stop nothing: run this many trials at once from now on.
     """
     options = {"--arm": arm, "--trial": trial, "--workers": workers}
     if len(given := [option for option, value in options.items() if value is not None]) > 1:

@@ -29,66 +29,45 @@ from ablate.provenance import other_package, own_command
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Options on what is run and what is printed."""
+    """Options on what is run and what is printed.
 
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and its estimated duration; run nothing.")
-    ] = False
+    Args:
+        dry_run: Print the plan and its estimated duration; run nothing.
+        fork: Compute a prefix that several trials share only once.
+        fresh: Run all trials again, including finished ones.
+        accept_version: Restart a sweep that was started with other versions of the code.
+        same_code: Keep finished trials after an edit of your code that changes no number.
+        detach: Continue after this terminal is closed; `ablate status` shows the progress.
+        notify: Command (JSON on standard input) or URL (POST) to notify of the first failure and the end.
+          (ABLATE_NOTIFY)
+        quiet: Print no progress, only the answer and how many trials failed.
+        everything: Print a line for each run, and all tables below the answer.
+        report: Write the report at the end. (ABLATE_REPORT)
+    """
+
+    dry_run: bool = False
     seeds: Seeds = None
-    fork: Annotated[bool, typer.Option(help="Compute a prefix that several trials share only once.")] = True
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run all trials again, including finished ones.")] = (
-        False
-    )
-    accept_version: Annotated[
-        bool,
-        typer.Option(
-            "--accept-version", help="Restart a sweep that was started with other versions of the code."
-        ),
-    ] = False
-    same_code: Annotated[
-        bool,
-        typer.Option(
-            "--same-code", help="Keep finished trials after an edit of your code that changes no number."
-        ),
-    ] = False
-    detach: Annotated[
-        bool,
-        typer.Option(
-            "--detach", help="Continue after this terminal is closed; `ablate status` shows the progress."
-        ),
-    ] = False
-    notify: Annotated[
-        str | None,
-        typer.Option(
-            help="Command (JSON on standard input) or URL (POST) to notify of the first failure and the end. "
-            "(ABLATE_NOTIFY)"
-        ),
-    ] = None
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="Print no progress, only the answer and how many trials failed."),
-    ] = False
-    everything: Annotated[
-        bool,
-        typer.Option("--all", help="Print a line for each run, and all tables below the answer."),
-    ] = False
-    report: Annotated[
-        bool,
-        typer.Option(
-            envvar="ABLATE_REPORT", show_envvar=False, help="Write the report at the end. (ABLATE_REPORT)"
-        ),
-    ] = True
+    fork: bool = True
+    fresh: bool = False
+    accept_version: bool = False
+    same_code: bool = False
+    detach: bool = False
+    notify: str | None = None
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
+    everything: Annotated[bool, typer.Option("--all")] = False
+    report: Annotated[bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False)] = True
 
 
 @dataclass(frozen=True)
 class HiddenOptions:
-    """Options for tests, and for a command that starts this one."""
+    """Options for tests, and for a command that starts this one.
+
+    Args:
+        ready: File descriptor to write a byte to when the sweep begins to run.
+    """
 
     check_command: CheckCommand = None
-    ready: Annotated[
-        int | None,
-        typer.Option(hidden=True, help="File descriptor to write a byte to when the sweep begins to run."),
-    ] = None
+    ready: Annotated[int | None, typer.Option(hidden=True)] = None
 
 
 def sweep(

@@ -16,7 +16,7 @@ from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Annotated
+from typing import Annotated, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
@@ -31,45 +31,38 @@ from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders
 from ablate.store.ledger import Ledger
 
-_PORT = {"min": 1, "max": 65535, "rich_help_panel": "Ports"}
+_Port = Annotated[int | None, typer.Option(min=1, max=65535)]
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports of the three servers; None: the default, or the next free one."""
+    """Ports of the three servers; None: the default, or the next free one.
 
-    mlflow_port: Annotated[
-        int | None, typer.Option(help="Port of MLflow; default: 5000, or the next free one.", **_PORT)
-    ] = None
-    optuna_port: Annotated[
-        int | None,
-        typer.Option(help="Port of Optuna's dashboard; default: 8080, or the next free one.", **_PORT),
-    ] = None
-    reports_port: Annotated[
-        int | None, typer.Option(help="Port of the reports; default: 8000, or the next free one.", **_PORT)
-    ] = None
+    Args:
+        mlflow_port: Port of MLflow; default: 5000, or the next free one.
+        optuna_port: Port of Optuna's dashboard; default: 8080, or the next free one.
+        reports_port: Port of the reports; default: 8000, or the next free one.
+    """
+
+    panel: ClassVar = "Ports"
+    mlflow_port: _Port = None
+    optuna_port: _Port = None
+    reports_port: _Port = None
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Address of the dashboard and the reports, and host names under which they answer."""
+    """Address of the dashboard and the reports, and host names under which they answer.
 
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address on which the dashboard and the reports listen, without a password; "
-            "127.0.0.1: this machine only."
-        ),
-    ] = HOST
-    allowed_hosts: Annotated[
-        str,
-        typer.Option(
-            envvar="ABLATE_ALLOWED_HOSTS",
-            show_envvar=False,
-            help="More host names, separated by commas, for the URLs of the dashboard and the reports. "
-            "(ABLATE_ALLOWED_HOSTS)",
-        ),
-    ] = ""
+    Args:
+        host: Address on which the dashboard and the reports listen, without a password; 127.0.0.1: this
+          machine only.
+        allowed_hosts: More host names, separated by commas, for the URLs of the dashboard and the reports.
+          (ABLATE_ALLOWED_HOSTS)
+    """
+
+    host: str = HOST
+    allowed_hosts: Annotated[str, typer.Option(envvar="ABLATE_ALLOWED_HOSTS", show_envvar=False)] = ""
 
     @property
     def names(self) -> frozenset[str]:
@@ -81,20 +74,15 @@ def ui(
     ports: Ports,
     hosts: Hosts,
     flags: MlflowFlags,
-    sweep: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[X]",
-            help="Sweep that the addresses lead to, by name or YAML file; default: the last one that ran.",
-            autocompletion=complete_sweeps,
-        ),
-    ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Start even if no sweep has run yet, as a service does.")
-    ] = False,
+    sweep: Annotated[str | None, typer.Argument(metavar="[X]", autocompletion=complete_sweeps)] = None,
+    wait: bool = False,
 ) -> None:
     """Serve all sweeps in MLflow, Optuna's dashboard and reports, for this machine only (127.0.0.1), until
     Ctrl-C.
+
+    Args:
+        sweep: Sweep that the addresses lead to, by name or YAML file; default: the last one that ran.
+        wait: Start even if no sweep has run yet, as a service does.
     """
     settings, screen = flags.settings(), console()
     name = _choose_sweep(settings.state, sweep, wait)

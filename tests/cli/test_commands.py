@@ -14,6 +14,7 @@ import psutil
 import pytest
 import typer
 from jsonschema import Draft202012Validator
+from lint_weight import leaves
 from support.cases import every, sampled
 from support.commands import INLINE, here
 from support.experiments import (
@@ -528,6 +529,12 @@ def test_every_verb_of_the_table_is_in_the_help_with_one_line():
             assert (f" {verb} " in shown) == (about in shown) == bool(heading), verb
     whole = typer.main.get_command(whole_app()).commands
     assert sorted(whole) == sorted(verb for verbs in VERBS.values() for verb in verbs)
+
+
+def test_every_option_of_every_command_has_a_line_of_help():
+    """A name below `Args:` that is not a parameter's would leave that parameter without help."""
+    commands = [*leaves(typer.main.get_command(whole_app()))]
+    assert [(each.name, one.name) for each in commands for one in each.params if not one.help] == []
 
 
 CAUGHT = """

@@ -1,10 +1,11 @@
 """Tests of settings: the order in which they override each other, the contents of a profile, and that no password is ever shown."""
 
-from typing import get_type_hints
+from inspect import signature
 
 import pytest
 from support.experiments import ablate
 
+from ablate.cli.option_groups import with_fields
 from ablate.cli.options import SweepFlags
 from ablate.cli.settings import ENVIRONMENT, KEYS, PROFILE, destination, find_settings
 from ablate.errors import InputError, passwords, redact
@@ -71,10 +72,11 @@ def test_a_profile_says_all_of_it(bare):
 
 
 def test_each_flag_is_a_setting_and_its_help_names_its_variable():
-    helps = {
-        name: hint.__metadata__[0].help
-        for name, hint in get_type_hints(SweepFlags, include_extras=True).items()
-    }
+    def command(flags: SweepFlags) -> None:
+        """Take all settings."""
+
+    shown = signature(with_fields(command)).parameters.values()
+    helps = {one.name: one.annotation.__metadata__[0].help for one in shown}
     assert {*helps} == {*KEYS, "profile"} - {"notify"}  # which stands in another panel
     variables = {name: ENVIRONMENT.get(name) for name in helps} | {"profile": PROFILE}
     assert [
