@@ -195,6 +195,17 @@ def console() -> Screen:
     return screen if screen.is_terminal else Screen(width=160)
 
 
+def filled(template: str, **values: object) -> str:
+    """Return a file of `templates/` with these values."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).parent / "templates")
+    environment = Environment(
+        loader=folder, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    return environment.get_template(f"{template}.j2").render(values)
+
+
 def plain_table(*names: str, right: Collection[str] = (), style: str = "bold") -> Table:
     """Return a table without rules and with these heads, in a style; without any, it has no line of heads.
     `right`: columns that are aligned right."""

@@ -66,9 +66,13 @@ HOMES = {
     "PIL",
 }
 """Foreign libraries that at most one file, or folder, imports, so that changing them touches one place."""
-VISITS = {"experiment.integrations": {"transformers"}, "recipes.targets": {"ruamel", "jinja2"}}
+VISITS = {
+    "cli.common": {"jinja2"},
+    "experiment.integrations": {"transformers"},
+    "recipes.targets": {"ruamel", "jinja2"},
+}
 """Libraries that a folder other than their home imports: callbacks subclass those of the library's training loop,
-and the configurations of training stacks are YAML, or Python from a template."""
+configurations of training stacks are YAML, or Python from a template, and so are the files that `init` writes."""
 
 SQL = {
     "store.ledger",

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+from ablate.cli.common import filled
 from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders, holder
 from ablate.reports.plain_text import html_text
@@ -139,48 +140,6 @@ class ReportHandler(SimpleHTTPRequestHandler):
         """Log nothing."""
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Sweeps</title><style>
-:root {{ color-scheme: light dark; --ink: #1a1d21; --soft: #5c6570; --line: #d9dee3; --paper: #fff;
-  --good: #0b6e4f; --open: #7a5c1e; --bad: #a4262c; --accent: #0072b2 }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e9ec; --soft: #9aa4ae; --line: #2c343b;
-  --paper: #12171b; --good: #5fc49b; --open: #d2b16a; --bad: #ef8a8f; --accent: #6db6e8 }} }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
-  color: var(--ink); background: var(--paper) }}
-a {{ color: var(--accent) }} table {{ border-collapse: collapse; width: 100% }}
-th, td {{ text-align: left; vertical-align: top; padding: .5rem .8rem .5rem 0;
-  border-bottom: 1px solid var(--line) }}
-thead th {{ font-size: .85rem; color: var(--soft) }} tbody th {{ font-weight: inherit }}
-small {{ color: var(--soft) }} p {{ margin: .2rem 0 }}
-a:focus-visible, input:focus-visible {{ outline: 2px solid var(--accent); outline-offset: 2px }}
-input {{ font: inherit; padding: .25rem .6rem; width: 24rem; max-width: 100%; margin: 0 0 1rem }}
-.chip {{ border: 1px solid; border-radius: 1rem; padding: 0 .6rem; font-size: .82rem; white-space: nowrap }}
-.answered {{ color: var(--good) }} .open {{ color: var(--open) }} .none, .failed {{ color: var(--bad) }}
-.running {{ color: var(--accent) }} .unknown {{ color: var(--soft) }}
-@media (max-width: 46rem) {{ thead {{ display: none }}
-  td, tbody th {{ display: block; border: 0; padding: .1rem 0 }}
-  tr {{ display: block; border-bottom: 1px solid var(--line); padding: .6rem 0 }} }}
-</style></head><body><main><h1>Sweeps</h1>
-<input type="search" id="filter" placeholder="Show sweeps with these words" aria-label="Filter" hidden>
-<table><thead><tr><th scope="col">sweep</th><th scope="col">question and answer</th>
-<th scope="col">verdict</th><th scope="col">runs</th></tr></thead>
-<tbody>
-{items}
-</tbody></table></main>
-<script>
-const box = document.getElementById("filter");
-box.hidden = false;
-box.oninput = () => {{
-  const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
-  for (const row of document.querySelectorAll("tbody tr")) {{
-    const text = row.textContent.toLowerCase();
-    row.hidden = !words.every(word => text.includes(word));
-  }}
-}};
-</script></body></html>
-"""
 _CHIPS = {
     "answered": "answered",
     "open": "not answered yet",
@@ -197,7 +156,7 @@ def index(state: Path) -> str:
     verdict and runs."""
     sweeps = sorted(folders(state, None), key=changed, reverse=True)
     sweeps.sort(key=lambda folder: holder(folder) is None)
-    return _PAGE.format(items="\n".join(_item(state, folder) for folder in sweeps))
+    return filled("sweeps.html", items="\n".join(_item(state, folder) for folder in sweeps))
 
 
 def _item(state: Path, folder: Path) -> str:

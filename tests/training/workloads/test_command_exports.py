@@ -16,8 +16,8 @@ from support.commands import INLINE, here
 from support.experiments import end, start, sweep, values
 from support.workloads import OWN_COMMAND
 
+from ablate.cli.init import STACKS as INIT_STACKS
 from ablate.cli.init import init
-from ablate.cli.init_stacks import STACKS as INIT_STACKS
 from ablate.cli.recipe import resolve
 from ablate.errors import InputError
 from ablate.experiment.load import load
