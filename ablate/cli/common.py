@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -141,6 +141,11 @@ def run_program(command: Callable[..., None]) -> None:
     app = App(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     run(app)
+
+
+def nothing_runs() -> NoReturn:
+    """Stand for the executor of a controller that only writes the ledger."""
+    raise AssertionError("this command runs no trial")
 
 
 def print_json(document: object) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import typer
 
-from ablate.cli.common import DONE, FAILED, console
+from ablate.cli.common import DONE, FAILED, console, nothing_runs
 from ablate.cli.options import LOCATIONS, Capability, CheckCommand, Flags
 from ablate.cli.plan import machine_of
 from ablate.cli.settings import Settings, writable
@@ -63,7 +63,7 @@ def export_jobs(
             f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"
             " cannot; run it with --address, or name its arms"
         )
-    controller = Controller(experiment, settings.state, settings.device, _nothing_runs, None, run)
+    controller = Controller(experiment, settings.state, settings.device, nothing_runs, None, run)
     stages = controller.stages()
     if not stages:
         raise InputError(f"{file}: all trials are finished; `ablate sweep {file}` shows the answer")
@@ -106,7 +106,7 @@ def collect(
     try:
         with lock(place / "lock", wait=False):
             found = list(copy_trials(folder, jobs, Store(settings.state)))
-            controller = Controller(experiment, settings.state, jobs.device, _nothing_runs, None)
+            controller = Controller(experiment, settings.state, jobs.device, nothing_runs, None)
             with closing(controller.ledger):
                 news = controller.adopt()
     except Busy as busy:
@@ -200,7 +200,3 @@ def run_task(
                 raise typer.Exit(DONE if message.result else FAILED)
     print("told to end; the trial goes on when the task is queued again", flush=True)
     raise typer.Exit(REQUEUE)
-
-
-def _nothing_runs() -> NoReturn:
-    raise AssertionError("a job array is run by its batch system")

@@ -11,11 +11,11 @@ from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from ablate.cli.common import console
+from ablate.cli.common import console, nothing_runs
 from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
@@ -105,7 +105,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     else:
         identity = None
     points, given_up = _points(experiment, folder / "optuna.log")
-    news = Controller(experiment, state, device, _nothing_runs, None).adopt(points, given_up)
+    news = Controller(experiment, state, device, nothing_runs, None).adopt(points, given_up)
     ledger = Ledger(path)
     if identity:
         ledger.facts.id = identity
@@ -135,10 +135,6 @@ def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
         None,
     )
     return difference, retired
-
-
-def _nothing_runs() -> NoReturn:
-    raise AssertionError("a rebuild runs nothing")
 
 
 def _points(experiment: Experiment, journal: Path) -> tuple[Points, dict[int, int]]:
