@@ -77,7 +77,7 @@ def export_jobs(
         screen.lines(f"stage {number}: {counted(len(trials), 'trial')}{after}")
     screen.lines(
         f"Each task: {need}; device {settings.device}, engine {experiment.engine}."
-        + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu"),
+        + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu")
     )
     if experiment.keys.growth:
         screen.print("Seeds are added by results: after `ablate collect`, export the next ones.")
@@ -85,10 +85,7 @@ def export_jobs(
     screen.print(f"ablate collect {folder}   adopts what is finished, at any time")
 
 
-def collect(
-    folder: Path,
-    flags: Flags,
-) -> None:
+def collect(folder: Path, flags: Flags) -> None:
     """Adopt the finished trials of a job array, and say what is missing.
 
     The results are the same files as those of any sweep; the last line names the command that gives the
@@ -156,12 +153,7 @@ def _spans(tasks: Sequence[int]) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def run_task(
-    folder: Path,
-    stage: int,
-    task: int,
-    check_command: CheckCommand = None,
-) -> None:
+def run_task(folder: Path, stage: int, task: int, check_command: CheckCommand = None) -> None:
     """Run one task of an exported sweep; the scripts in the folder call this.
 
     Exit status: 0 the trial is over, 1 it failed, 2 there is no such task, 75 the task was told to end

@@ -55,8 +55,7 @@ Capability = Annotated[
     ),
 ]
 CheckCommand = Annotated[
-    str | None,
-    typer.Option(hidden=True, help="Command that checks the numerics; default: `ablate doctor`."),
+    str | None, typer.Option(hidden=True, help="Command that checks the numerics; default: `ablate doctor`.")
 ]
 
 

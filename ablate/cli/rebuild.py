@@ -90,9 +90,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     screen.lines(*retired)
     why = why or ("--force was given" if force and path.exists() else None)
     if retired and not why:
-        screen.lines(
-            f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.",
-        )
+        screen.lines(f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.")
         return
     if path.exists() and not why:
         raise InputError(
@@ -184,10 +182,7 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
 
 
 def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, points: Points) -> list[str]:
-    lost = [
-        "failed trials and their reasons (they run again)",
-        "members that the file names no more",
-    ]
+    lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
     if not any(arm.role == "foreign" for arm in ledger.arms()):
         lost.append("runs that `ablate judge --into` added, if they have no judged.json")
     if experiment.keys.search and not points:

@@ -114,8 +114,7 @@ def _title(source: str, turned: list[str]) -> str:
 
 @app.command("import")
 def import_recipe(
-    options: JobOptions,
-    out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
+    options: JobOptions, out: Annotated[Path | None, typer.Option("--out", "-o")] = None
 ) -> None:
     """Print the recipe that a training stack's configuration stands for, as a recipe file.
 
@@ -133,13 +132,7 @@ def import_recipe(
 
 
 @app.command()
-def audit(
-    source: Source,
-    flags: Flags,
-    turn: Set = None,
-    *,
-    options: JobOptions,
-) -> None:
+def audit(source: Source, flags: Flags, turn: Set = None, *, options: JobOptions) -> None:
     """Compare the recipe that is intended with the one that a job's configuration puts in force.
 
     Environment variables count: Transformer Engine takes its defaults from them. With --model, layers are

@@ -122,10 +122,7 @@ def find_settings(profile: str | None = None, **flags: object) -> Settings:
         origin = f"profile {name or 'default'} of {file}"
         values[key], origins[key] = _resolve(key, flags.get(key), table, origin)
     state = Path(values["state"]).expanduser()
-    values |= {
-        "state": state,
-        "mlflow": mlflow_uri(values["mlflow"], state),
-    }
+    values |= {"state": state, "mlflow": mlflow_uri(values["mlflow"], state)}
     values["device_note"] = ""
     if values["device"] != "cpu":
         here = device_class()

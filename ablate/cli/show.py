@@ -123,10 +123,7 @@ def _print(entries: "list[Entry]") -> None:
     for title, table in tables(entries).items():
         screen.print(Text(title, "bold"), table.terminal(screen.width), "", sep="\n")
     screen.print(
-        Text(
-            "Each gap is to the baseline of its own sweep; sweeps are not compared directly.",
-            "dim",
-        )
+        Text("Each gap is to the baseline of its own sweep; sweeps are not compared directly.", "dim")
     )
     for line in unsealed(entries):
         screen.print(Text(line))

@@ -10,16 +10,7 @@ from contextlib import closing
 
 from rich.text import Text
 
-from ablate.cli.common import (
-    BUDGET,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    console,
-    interruption,
-    program,
-    summary_of,
-)
+from ablate.cli.common import BUDGET, DONE, FAILED, INTERRUPTED, console, interruption, program, summary_of
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line, redact
 from ablate.execution.controller import Controller
@@ -112,7 +103,7 @@ class SweepRun:
                         self._notify_failure(step)
         except ClusterLost as error:
             self.screen.lines(
-                f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on.",
+                f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on."
             )
             return "stopped"
         except ClusterError as error:
