@@ -92,12 +92,7 @@ class ReportHandler(SimpleHTTPRequestHandler):
         if self.path.partition("?")[0] not in ("/", "/index.html"):
             super().do_GET()
             return
-        body = index(self._state).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self._send(200, "html", index(self._state).encode())
 
     def do_HEAD(self) -> None:
         """Send the headers of a file of a report."""
@@ -129,12 +124,15 @@ class ReportHandler(SimpleHTTPRequestHandler):
         """Return True if the request names this server; otherwise send status 403."""
         if calls_us(self.headers.get("Host"), self._names):
             return True
-        self.send_response(403)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(_FOREIGN)))
-        self.end_headers()
-        self.wfile.write(_FOREIGN)
+        self._send(403, "plain", _FOREIGN)
         return False
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
