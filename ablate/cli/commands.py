@@ -6,6 +6,7 @@ command would wait for. The help of the whole has names and lines of help from t
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -101,24 +102,19 @@ def _add(app: typer.Typer, verb: str, file: str, **shown: Any) -> None:
         app.add_typer(module.app, name=verb, **shown)
 
 
-def _listing() -> typer.Typer:
-    """Return the command with the names and lines of help of its verbs, none of which runs: their files are
-    not imported."""
+def _all(add: Callable[..., object]) -> typer.Typer:
+    """Return the command with all verbs, each added by `add` with its file, heading and line of help."""
     app = _new_app()
     for heading, verbs in VERBS.items():
-        for verb, (_, about) in verbs.items():
-            app.command(verb, short_help=about, hidden=not heading)(lambda: None)
+        for verb, (file, about) in verbs.items():
+            add(app, verb, file, short_help=about, hidden=not heading)
     return app
 
 
 @cache
 def whole_app() -> typer.Typer:
     """Return the command with all its verbs."""
-    app = _new_app()
-    for heading, verbs in VERBS.items():
-        for verb, (file, about) in verbs.items():
-            _add(app, verb, file, short_help=about, hidden=not heading)
-    return app
+    return _all(_add)
 
 
 def _first_word() -> str:
@@ -132,7 +128,8 @@ def main() -> None:
     files = {verb: file for verbs in VERBS.values() for verb, (file, _) in verbs.items()}
     verb = _first_word()
     if verb not in files and verb != "--version":
-        run(_listing())
+        # Names and lines of help of verbs, none of which runs: their files are not imported.
+        run(_all(lambda app, verb, file, **shown: app.command(verb, **shown)(lambda: None)))
         return
     app = _new_app()
     if verb in files:

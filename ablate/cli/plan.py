@@ -18,7 +18,6 @@ from ablate.errors import InputError, one_line
 from ablate.execution.forecast import Forecast, TimeNeeded, forecast, time_needed
 from ablate.execution.sweep_facts import blame_facts
 from ablate.execution.time_model import MachinePaces
-from ablate.experiment.arms import Arm
 from ablate.experiment.edits import redefinition
 from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
@@ -240,18 +239,12 @@ def _planned(experiment: Experiment, state: Path) -> "Candidate | None":
     return planned(experiment, state)
 
 
-def _on_reference(experiment: Experiment, arm: Arm, device: str) -> Json:
-    """Return the quantised operands of an arm that no GPU kernel makes; None on a CPU."""
-    if device != "cuda" or not makes_operands(experiment.engine):
-        return None
-    return list(on_reference(arm.recipe).slots)
-
-
 def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     """Return the plan as JSON data: what `show` prints."""
     result = _forecast(experiment, settings)
     time = _time_needed(experiment, settings, result)
     lines, shared = commands(experiment, settings.device)
+    on_gpu = settings.device == "cuda" and makes_operands(experiment.engine)
     return {
         "sweep": experiment.name,
         "question": experiment.keys.question,
@@ -265,7 +258,8 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
                 "arm": arm.name,
                 "baseline": arm.baseline,
                 "knobs": dict(arm.knobs),
-                "operands_on_reference": _on_reference(experiment, arm, settings.device),
+                # Quantised operands that no GPU kernel makes.
+                "operands_on_reference": list(on_reference(arm.recipe).slots) if on_gpu else None,
                 "trials": [{"seed": spec.seed, "id": spec.id} for spec in specs],
                 "command": lines.get(arm.name),
                 "done": done,

@@ -154,7 +154,11 @@ def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recip
     """Return the recipe of a preset, a recipe file, or SWEEP:ARM with changed knobs (`knob=value`);
     InputError with all reasons. `flags` say where the state folder is."""
     try:
-        recipe = _of_arm(source, flags or Flags()) if _names_arm(source) else recipe_source.load(source)
+        if ":" in source and Path(source).suffix not in RECIPE_FILES:  # an arm, as its trials have it
+            member = members_of(source, (flags or Flags()).settings().state)[0]
+            recipe = recipe_source.parse(member.resolved.recipe or {}, source)
+        else:
+            recipe = recipe_source.load(source)
     except ValueError as error:
         raise InputError(str(error)) from None
     pairs = [text.partition("=") for text in turned]
@@ -175,17 +179,6 @@ def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recip
         )
     except KnobError as error:
         raise InputError(*[f"--set {knob}: {why}" for knob, why in error.reasons]) from None
-
-
-def _names_arm(source: str) -> bool:
-    return ":" in source and Path(source).suffix not in RECIPE_FILES
-
-
-def _of_arm(source: str, flags: Flags) -> Recipe:
-    """Return the recipe of an arm as its trials have it; InputError if there is no such arm."""
-    member = members_of(source, flags.settings().state)[0]
-    recorded = member.resolved.recipe
-    return recipe_source.parse(recorded or {}, source)
 
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:

@@ -90,16 +90,7 @@ class MlflowServer:
         options = ["--host", HOST, "--port", str(self._port), "--workers", "1"]
         # Without this option, MLflow creates a folder in the current one.
         options += ["--artifacts-destination", str(self._artifacts)]
-        command = [
-            sys.executable,
-            "-m",
-            "ablate.execution.process_guard",
-            sys.executable,
-            "-m",
-            "mlflow",
-            "server",
-            *options,
-        ]
+        server = [sys.executable, "-m", "mlflow", "server", *options]
         # An environment variable, because the address may hold a password and every user can list the
         # arguments of a process.
         variables = {
@@ -108,7 +99,7 @@ class MlflowServer:
             "MLFLOW_BACKEND_STORE_URI": self._uri or "",
         }
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "ablate.execution.process_guard", *server],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
