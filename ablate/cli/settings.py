@@ -14,6 +14,7 @@ the file is refused.
 """
 
 import fcntl
+import math
 import os
 import re
 import tomllib
@@ -193,21 +194,12 @@ def _text(value: object) -> str | None:
     return None
 
 
-def _workers(value: object) -> str | None:
-    return None if type(value) is int and value > 0 else f"{value!r}: must be a whole number from 1"
-
-
-def _price(value: object) -> str | None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-    return None if valid else f"{value!r}: must be a number above 0"
-
-
-def _boolean(value: object) -> str | None:
-    return None if isinstance(value, bool) else f"{value!r}: must be true or false"
+def _must_be(what: str, holds: Callable[[Any], bool]) -> Callable[[object], str | None]:
+    return lambda value: None if holds(value) else f"{value!r}: must be {what}"
 
 
 def _one_of(*choices: str) -> Callable[[object], str | None]:
-    return lambda value: None if value in choices else f"{value!r}: must be one of {', '.join(choices)}"
+    return _must_be(f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 KEYS: dict[str, Callable[[object], str | None]] = {
@@ -215,12 +207,12 @@ KEYS: dict[str, Callable[[object], str | None]] = {
     "ray": _text,
     "mlflow": _text,
     "tracker": _text,
-    "workers": _workers,
+    "workers": _must_be("a whole number from 1", lambda value: type(value) is int and value > 0),
     "executor": _one_of("ray", "inline"),
     "device": _one_of("auto", "cpu", "cuda"),
     "notify": _text,
-    "price": _price,
-    "shared_state": _boolean,
+    "price": _must_be("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf),
+    "shared_state": _must_be("true or false", lambda value: isinstance(value, bool)),
 }
 
 
