@@ -23,6 +23,7 @@ from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED, NAMING,
 from ablate.training.operand_metrics import ALARMS
 from ablate.training.own_code.user_errors import UserError, described
 from ablate.training.trial_run import Telemetry
+from ablate.training.workloads import CONTEXT_FREE
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
@@ -283,6 +284,7 @@ def _run(
         remaining, records = journal.finish()
         yield from remaining
     _refuse_edited(spec, folder)
+    facts |= {name: value for name, value in event["metrics"].items() if name in CONTEXT_FREE}  # of own code
     about = {"facts": facts, "ranks": ranks, "records": records}
     if kept := store.kept_weights(spec.id):
         about["weights"] = kept

@@ -124,6 +124,7 @@ class Trial:
         max_steps: optimizer steps of the run.
         folder: folder for files of this trial; it may not exist yet.
         start: the file or folder given as `start`; None without one.
+        data: the files and folders given as `data`.
     """
 
     def __init__(
@@ -132,14 +133,16 @@ class Trial:
         config: Mapping[str, object],
         length: Run,
         emit: Callable[[Record], None],
+        folder: Path,
+        data: tuple[Path, ...] = (),
         start: Path | None = None,
         saved: TrialState | None = None,
         window: TrialWindow | None = None,
     ) -> None:
         self.recipe, self.seed, self.config = trial_run.recipe, trial_run.seed, Config(config)
         self.device, self.max_steps, self.start = torch.device(trial_run.device), length.steps, start
+        self.folder, self.data = folder, data
         self._telemetry, self._checkpoints = trial_run.telemetry, trial_run.checkpoints
-        self.folder = self._checkpoints.artifacts if self._checkpoints else Path("artifacts")
         self._run, self._emit = length, emit
         self._conversions: list[Conversion] = []
         self._stateful: dict[str, Stateful] = {}

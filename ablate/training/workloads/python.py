@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
@@ -153,11 +154,13 @@ class Python(OwnCode):
             length = Run(window.steps, self.tokens_per_step)
             own = TrialWindow(window.begun, run.forks.anneal)
         start = Path(self.start).expanduser() if self.start else None
+        data = tuple(Path(name).expanduser() for name in self.data)
         state = cast("TrialState | None", saved)  # checkpoints hold what a workload gave
 
         def work(emit: Callable[[Record], None]) -> None:
-            with seeded(run.seed):
-                trial = Trial(run, self.config, length, emit, start, state, own)
+            with seeded(run.seed), TemporaryDirectory() as scratch:
+                folder = run.checkpoints.artifacts if run.checkpoints else Path(scratch)
+                trial = Trial(run, self.config, length, emit, folder, data, start, state, own)
                 with _explained(run.device, code.path.parent):
                     if declared:
                         from ablate.training.config_schema import built

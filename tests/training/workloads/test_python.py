@@ -457,6 +457,20 @@ def test_mistakes_of_the_function_are_named(parts, sentence, code):
         records(body(code, **parts))
 
 
+def test_a_function_reads_the_experiments_data_and_a_run_without_a_trial_leaves_no_files(
+    code, tmp_path, monkeypatch
+):
+    """`ablate check` keeps no trial: what its runs save is gone with them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "four.txt").write_text("4")
+    before = "trial.folder.mkdir(exist_ok=True); (trial.folder / 'left.txt').write_text('')"
+    config = body(code, before=before, after='trial.log({"read": int(trial.data[0].read_text())})')
+    known = {*tmp_path.iterdir()}
+    found = records(config.model_copy(update={"data": (str(tmp_path / "four.txt"),)}))
+    assert found[-1].metrics["read"] == 4
+    assert {*tmp_path.iterdir()} == known
+
+
 def test_a_loss_that_is_not_finite_ends_the_trial_as_diverged(code):
     config = body(code, after='trial.log({"train/loss": float("nan") if step == 2 else 1.0})')
     found = records(config)
