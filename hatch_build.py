@@ -1,4 +1,4 @@
-"""Build hook: compile the CPU quantisers when the package is built, and include the notebooks.
+"""Build hook: compile the CPU quantisers when the package is built, and include notebooks and an example.
 
 A machine without a compiler can then install the package. The compiler is zig's C front end, a wheel from the
 package index: a dependency of the build, not of the run. clang's vector extensions keep the source plain C;
@@ -55,6 +55,8 @@ class Kernels(BuildHookInterface):
         build_data["pure_python"], build_data["infer_tag"] = False, True
         if version != "editable":  # an editable package finds them beside itself
             build_data["force_include"]["analysis"] = "ablate/analysis"
+            for example in ("mae.py", "mae_masking.yaml"):  # for `ablate init --images`
+                build_data["force_include"][f"experiments/{example}"] = f"ablate/examples/{example}"
         folder = Path(self.root) / FOLDER
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}

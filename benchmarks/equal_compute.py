@@ -33,7 +33,6 @@ FILES = (
     "rht_sr_full",
     "precision_ladder",
     "amax_percentile",
-    "mae_masking",
     *sorted(f"reproductions/{p.stem}" for p in SHIPPED.glob("reproductions/*")),
 )
 DESIGN = {"trunk": "bf16", "positions": 1, "window": 0.15, "horizons": [1, 2, 4], "bad": "mxfp4"}

@@ -83,7 +83,7 @@ x = torch.arange(64.0, device=sys.argv[1])
 for step in range(1, int(sys.argv[2]) + 1):
     print(json.dumps({"step": step, "val/loss": (x.sum() / step).item()}), flush=True)
 """
-WORKLOADS = ("gpt", "mae", "finetune", "lora", "python", "command", "tensors")
+WORKLOADS = ("gpt", "finetune", "lora", "python", "command", "tensors")
 
 
 def spec_of(name: str, recipe: str, steps: int, device: str, folder: Path, tiny: bool, **changes: object):
@@ -106,8 +106,6 @@ def spec_of(name: str, recipe: str, steps: int, device: str, folder: Path, tiny:
     text = {"batch": SIZES[tiny]["batch"], "context": SIZES[tiny]["context"], "eval_tokens": 64}
     fields: dict[str, object] = {
         "gpt": SIZES[tiny] | common,
-        "mae": common
-        | ({"layers": 1, "width": 32, "heads": 2, "batch": 4, "eval_tokens": 256} if tiny else {"batch": 64}),
         "finetune": {"model": QWEN[tiny]} | text | common,
         "lora": {"model": QWEN[tiny], "lora": {"rank": 4}} | text | common,
         "tensors": {"tokens": 64, "inputs": 64, "outputs": 64} if tiny else {"tokens": 8192},

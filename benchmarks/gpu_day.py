@@ -234,7 +234,7 @@ SIZES = {
     True: "{layers: 1, width: 32, heads: 2, context: 16, batch: 2, steps: 4, eval_every: 2, eval_tokens: 64}",
 }
 """Their gpt, by `--tiny`."""
-WORKLOADS = ("gpt", "mae", "finetune", "lora", "python", "command", "tensors")
+WORKLOADS = ("gpt", "finetune", "lora", "python", "command", "tensors")
 """Workloads of the smoke steps."""
 EQUAL = ("bf16", "nvfp4", "quartet2", "fp8_delayed")
 """Presets whose runs are continued: without state, with drawn bits, with an estimator, with a history."""
@@ -403,7 +403,7 @@ def steps(out: Path, device: str = "cuda", tiny: bool = False) -> list[Step]:
             expects=240,
             limit=1800,
         )
-        for name, recipe in (("gpt", "bf16"), ("gpt", "nvfp4"), ("lora", "nvfp4"), ("mae", "nvfp4"))
+        for name, recipe in (("gpt", "bf16"), ("gpt", "nvfp4"), ("lora", "nvfp4"))
     ]
     return [
         *smoke,

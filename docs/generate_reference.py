@@ -80,7 +80,6 @@ makes that arm the baseline of all others.
 |---|---|---|
 | [`gpt`](#gpt) | a decoder from scratch: this package's, or a configuration of transformers | `val/loss` |
 | [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
-| [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels |
 | [`tensors`](#tensors) | nothing: distributions or captured tensors go through quantisers | errors |
 | [`python`](#python) | your training function ([tutorial](../learn/tutorial.md), 11) | what it logs |
 | [`command`](#command) | any command: [a training process](../use/command_workload.md) | what it logs |
@@ -115,17 +114,11 @@ TEXTS = {
     "Tensors.outputs": "Out-features: rows of w, columns of g.",
     "Tensors.w": "Weights; the same words as `x`.",
     "Idle.steps": "Records to yield.",
-    "Stack.width": "Features of the residual stream.",
     "Base.data": "Text to pretrain on: a source as in `data`.",
     "Base.seed": "Seed of the weights and of the data order of the pretraining.",
     "Finetune.base": "Pretrain a configuration first; null: `model` has weights.",
     "Lora.rank": "Rank of the adapters.",
     "Folder.folder": "Path of the folder.",
-    "Cifar100.labels": "100 fine or 20 coarse classes.",
-    "RandAugment.ops": "Operations on each image.",
-    "Augment.contrast": "As `brightness`.",
-    "Augment.saturation": "As `brightness`.",
-    "HubImages.image": "Name of the column of images.",
     "PreparedText.prepared": "Path of the folder.",
     "Shards.train": "Training files.",
     "Shards.val": "Validation files.",

@@ -151,22 +151,25 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "images": {
         "question": "What does NVFP4 cost a masked autoencoder?",
         "workload": {
-            "mae": {
-                "data": "digits",
-                "patch": 2,
-                "layers": 1,
-                "width": 32,
-                "heads": 2,
-                "decoder": {"layers": 1, "width": 16, "heads": 2},
-                "batch": 8,
+            "python": {
+                "file": "mae.py",
                 "steps": 60,
-                "lr": 3e-3,
-                "eval_every": 30,
-                "eval_tokens": 512,
+                "tokens_per_step": 128,
+                "config": {
+                    "images": "digits",
+                    "patch": 2,
+                    "mask_ratio": 0.75,
+                    "encoder": {"layers": 1, "width": 32, "heads": 2},
+                    "decoder": {"layers": 1, "width": 16, "heads": 2},
+                    "batch": 8,
+                    "lr": 3e-3,
+                    "eval_every": 30,
+                    "eval_images": 32,
+                },
             }
         },
         "recipe": "nvfp4",
-        "ablate": {"workload.mask_ratio": [0.5, 0.75]},
+        "ablate": {"workload.config.mask_ratio": [0.5, 0.75]},
         "against": "bf16",
         "answer": {"family": "arms"},
         "seeds": 3,
@@ -244,6 +247,7 @@ def make(name: str) -> None:
             else:
                 write_shards(folder)
                 shutil.copytree(OWN_COMMAND, folder / "own", ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copy(EXPERIMENTS[0].with_name("mae.py"), folder)
                 Path(f"{name}.yaml").write_text(json.dumps(EVERY | SWEEPS[name]))
                 done = here("sweep", f"{name}.yaml", "--state", "state", *INLINE)
         finally:

@@ -57,7 +57,6 @@ _ASKED: list[Column[Line]] = [
 """Columns of the comparisons that the question names."""
 _FLOORS = {
     "data/unigram_entropy": "A model that ignores context reaches {:.2f}.",
-    "data/blank_loss": "With the masks of the data, predicting the mean of the visible values gives {:.2f}.",
 }
 """Sentences below a table of losses, with the loss of a trivial model, by name of a fact about the data."""
 

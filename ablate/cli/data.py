@@ -15,7 +15,7 @@ from rich.text import Text
 from ablate.cli.common import console, plain_table
 from ablate.cli.option_groups import App
 from ablate.errors import InputError
-from ablate.training.data import jobs, open_corpus, open_images, prepared, shards
+from ablate.training.data import jobs, open_corpus, prepared, shards
 from ablate.training.data.documents import named
 from ablate.training.data.sources import HubText
 from ablate.training.data.tokenisers import FILE, kind, open_tokeniser
@@ -160,20 +160,7 @@ def _bytes(source: str) -> Iterator[tuple[str, str]]:
     yield "begins", corpus.train[:_FIRST_TOKENS].tobytes().decode(errors="replace")
 
 
-def _images(source: str) -> Iterator[tuple[str, str]]:
-    images = open_images("photos" if source == "photos" else "digits")
-    channels, height, width = images.shape
-    yield (
-        "train",
-        f"{len(images.train):,} images of {width}x{height}, {channels} channels, {images.classes} classes",
-    )
-    yield "val", f"{len(images.val):,} images"
-    yield "mean", ", ".join(f"{value:.3f}" for value in images.mean)
-    yield "deviation", ", ".join(f"{value:.3f}" for value in images.deviation)
-    yield "fingerprint", images.fingerprint
-
-
-_SOURCES = {"stdlib": _bytes, "prose": _bytes, "digits": _images, "photos": _images}
+_SOURCES = {"stdlib": _bytes, "prose": _bytes}
 """Descriptions of the sources that need no file."""
 
 

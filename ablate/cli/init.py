@@ -26,6 +26,7 @@ def init(
     megatron: bool = False,
     hf: bool = False,
     rounding: bool = False,
+    images: bool = False,
     forks: bool = False,
     by_map: Annotated[bool, typer.Option("--map")] = False,
     schema: bool = False,
@@ -40,6 +41,7 @@ def init(
         megatron: Sweep a job of Megatron-LM, which NAME_job.sh starts.
         hf: Sweep a script with transformers' Trainer, NAME_train.py.
         rounding: Compare a rounding of your own, NAME_rounding.py, with nearest.
+        images: Sweep a masked autoencoder of images, NAME_train.py.
         forks: Compare short windows from a bf16 run, with less noise.
         by_map: Map which layers a recipe's damage comes from.
         schema: Print the JSON Schema of an experiment, for editors; write nothing.
@@ -53,7 +55,7 @@ def init(
     if why := no_folder_name(name):
         raise InputError(f"{why}; give a name such as rht_sr, and the folder with --folder")
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
-    kinds = {"training": training, "rounding": rounding, "forks": forks, "map": by_map}
+    kinds = {"training": training, "images": images, "rounding": rounding, "forks": forks, "map": by_map}
     named = [*chosen, *(word for word, on in kinds.items() if on)]
     if len(named) > 1 and named != ["training", "forks"]:
         raise InputError(f"--{' and --'.join(named)} write different files; give one of them")
@@ -61,6 +63,7 @@ def init(
     files = {f"{name}.yaml": filled("map.yaml" if by_map else "experiment.yaml", **values)}
     files |= {f"{name}_train.py": filled("training.py", **values)} if training else {}
     files |= {f"{name}_rounding.py": filled("rounding.py")} if rounding else {}
+    files = _image_files(name) if images else files
     if chosen:
         if not name.translate(str.maketrans("-_.", "aaa")).isalnum() or not name.isascii():
             why = "is part of the job's command; use letters, digits, '-', '_' and '.'"
@@ -75,7 +78,7 @@ def init(
     if training and forks:
         start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
         screen.print(f"Next: python {folder / name}_train.py writes {start}; or save yours there")
-    screen.print(f"Next: ablate {'check' if training or rounding else 'plan'} {folder / subject}")
+    screen.print(f"Next: ablate {'check' if training or rounding or images else 'plan'} {folder / subject}")
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
@@ -89,3 +92,16 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             (folder / file).write_text(text)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
+
+
+def _image_files(name: str) -> dict[str, str]:
+    """Return the example of images; it is in an installed package, or next to the package in a checkout."""
+    package = Path(__file__).parents[1]
+    examples = package / "examples"
+    folder = examples if examples.exists() else package.parent / "experiments"
+    text = (folder / "mae_masking.yaml").read_text().partition("\n")[2]  # without the checkout's schema
+    training = f"{name}_train.py"
+    return {
+        f"{name}.yaml": text.replace("file: mae.py", f"file: {training}"),
+        training: (folder / "mae.py").read_text(),
+    }

@@ -22,7 +22,7 @@ from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_at
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.fork_design import Forks
-from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads import recorded
 
 _LOG_LINES = 5
 AboutOf = Callable[[Path, Ledger], Mapping[str, str]]
@@ -166,7 +166,7 @@ def _running_trial(
     ledger: Ledger, store: Store, member: Member, attempt: Attempt, now: float
 ) -> RunningTrialStatus:
     spec = member.resolved
-    whole = WORKLOADS[spec.workload].model_validate_json(json.dumps(spec.config))
+    whole = recorded(spec.workload, spec.config)
     steps = Forks.model_validate_json(json.dumps(spec.forks)).steps if spec.forks else whole.steps
     speed = pace(ledger, member.trial, attempt.started)
     last = ledger.last_record(member.trial, "throughput/tokens_per_s")

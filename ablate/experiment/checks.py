@@ -361,7 +361,7 @@ def _kept_weights(draft: Draft) -> Iterator[Problem]:
     if draft.file.design is not None:
         why = "forked trials end in a model for each window; leave it out"
     elif not all(arm.config.training for arm in draft.arms):
-        why = "needs a workload that trains a model of its own (gpt, mae, finetune); your code saves its own"
+        why = "needs a workload that trains a model of its own (gpt, finetune); your code saves its own"
     else:
         return
     yield draft.document.problem(("telemetry", "keep_weights"), why)

@@ -302,7 +302,7 @@ def _null_arm(arms: list[Arm], file: ExperimentFile, document: Document) -> Read
     if first is None or not first.config.twins:
         yield document.problem(
             ("null",),
-            "needs a baseline and a workload whose weights are known (gpt, mae, finetune, python), "
+            "needs a baseline and a workload whose weights are known (gpt, finetune, python), "
             "so that its twin can be made; leave it out",
         )
         return []

@@ -54,7 +54,7 @@ def _positions(design: Design, config: Workload) -> tuple[int, ...]:
 def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (field, reason) for each reason why an arm cannot be run in a forked design."""
     if not config.forks:
-        yield "design", "forks need a workload that trains from a checkpoint: gpt, mae, finetune or python"
+        yield "design", "forks need a workload that trains from a checkpoint: gpt, finetune or python"
         return
     if config.own_code and design.trunk != START:
         yield (

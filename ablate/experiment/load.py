@@ -55,7 +55,7 @@ from ablate.experiment.yaml_document import parse as parse_yaml
 from ablate.files import Json, no_folder_name
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
-from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads import GONE, WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,8 @@ def _base(file: ExperimentFile, document: Document) -> Reading[StartingPoint | N
         return None
     ((name, values),) = file.workload.items()
     if name not in WORKLOADS:
-        yield document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
+        why = f"{name} {GONE[name]}" if name in GONE else f"no such workload; {nearest(name, WORKLOADS)}"
+        yield document.problem(("workload", name), why)
         return None
     base = StartingPoint(name, values or {}, preset, Path(document.file).parent.resolve(), own, _read)
     try:

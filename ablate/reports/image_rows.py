@@ -5,12 +5,14 @@
                            [error x8]   [error x8]
                            21.4 dB      20.9 dB
 
-The files are `reconstruction.npz` of a trial, as the masked autoencoder leaves them: uint8 images
-[n, channels, height, width] before, masked and after, and the peak signal-to-noise ratio of each in dB. Arms
-whose inputs or masks differ stand in tables of their own. One factor magnifies all errors of a table.
+The files are `reconstruction.npz` in the folders of trials, which own code saves, as experiments/mae.py does:
+uint8 images [n, channels, height, width] before, masked and after, and the peak signal-to-noise ratio of each
+in dB. Arms whose inputs or masks differ stand in tables of their own. One factor magnifies all errors of a
+table.
 """
 
 import base64
+import io
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from ablate.reports.plain_text import html_text, inline, markdown_cell
-from ablate.training.data.montage import png
 
 FILE = "reconstruction.npz"
 _FACTORS = (1, 2, 4, 8, 16, 32)
@@ -110,7 +112,10 @@ class ImageRows:
 
 
 def _image(levels: np.ndarray, label: str) -> str:
-    data = base64.b64encode(png(levels)).decode()
+    """Return uint8 levels [channels, height, width] as an element of a page."""
+    colours, written = np.broadcast_to(levels, (3, *levels.shape[1:])), io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(colours.transpose(1, 2, 0))).save(written, "PNG", optimize=True)
+    data = base64.b64encode(written.getvalue()).decode()
     return f'<img alt="{html_text(label)}" src="data:image/png;base64,{data}">'
 
 

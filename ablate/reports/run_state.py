@@ -1,6 +1,5 @@
 """State of a sweep's runs in its report: how far a running sweep is, and the reasons of runs that failed."""
 
-import json
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from ablate.store.ledger_progress import pace, running_attempts
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.own_code.user_errors import printed
-from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads import recorded
 
 _LOG_LINES = 200
 _MOST_REASONS = 12
@@ -40,7 +39,7 @@ def _ends(ledger: Ledger, members: list[Member]) -> list[float]:
         speed = pace(ledger, trial, attempt.started)
         if trial in by_trial and speed.steps_per_s:
             spec = by_trial[trial].resolved
-            steps = WORKLOADS[spec.workload].model_validate_json(json.dumps(spec.config)).steps
+            steps = recorded(spec.workload, spec.config).steps
             ends.append(max(time.time(), speed.moment + (steps - speed.step) / speed.steps_per_s))
     return ends
 

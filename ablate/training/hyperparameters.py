@@ -130,7 +130,7 @@ class Training(Spec):
     time_budget: float | None = Field(None, gt=0)
     """Seconds spent in steps after which the run ends; the learning-rate schedule ignores it."""
     batch: int = Field(4, ge=1, le=MOST_SEQUENCES)
-    """Sequences (or images) in a micro-batch."""
+    """Sequences in a micro-batch."""
     accumulate: int = Field(1, ge=1, le=MOST_SEQUENCES)
     """Micro-batches per optimizer step; gradients are added up in fp32."""
     lr: float = Field(3e-3, gt=0)
@@ -205,7 +205,7 @@ class Training(Spec):
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens (or image patches) that one optimizer step processes."""
+        """Number of tokens that one optimizer step processes."""
         return self.batch * self.accumulate
 
     def evaluations(self, quantised: bool) -> int:

@@ -85,8 +85,7 @@ class Meter:
     rates count only the other steps. In an interval without other steps, rates count the measured ones.
 
     The length of an interval depends on telemetry and on the guard, so no mean over one is a result of the
-    trial. That is the mean loss of the last `RECENT` steps, whichever intervals they are in. Tokens may be
-    image patches.
+    trial. That is the mean loss of the last `RECENT` steps, whichever intervals they are in.
     """
 
     def __init__(self, tokens_per_step: int) -> None:

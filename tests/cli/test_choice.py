@@ -260,22 +260,6 @@ QWEN3 = {
             "the model's model.layers.0.mlp.gate_proj out-features is 100, and",
         ),
         ("gpt", {"model": QWEN3, "context": 40}, "workload.context is 40, and"),
-        ("mae", {"batch": 32, "eval_batch": 32, "eval_tokens": 4096}, None),
-        (
-            "mae",
-            {"batch": 8},
-            "workload.batch times 17 tokens, visible patches and class, is 136, and Transformer Engine",
-        ),
-        (
-            "mae",
-            {"batch": 32, "eval_batch": 32, "eval_tokens": 2624},
-            "the images left for the last batch of workload.eval_tokens times",
-        ),
-        (
-            "mae",
-            {"batch": 32, "eval_batch": 32, "decoder": {"width": 48}},
-            "workload.decoder.width is 48, and",
-        ),
     ],
 )
 def test_the_sizes_of_every_workloads_products_are_known_before_it_runs(workload, fields, why):

@@ -640,9 +640,13 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
             "{gptt: {}}",
             f"1:12: workload.gptt: no such workload; {nearest('gptt', WORKLOADS)}",
         ),
+        (
+            "{mae: {}}",
+            "1:12: workload.mae: mae is an example of own code now: `ablate init NAME --images` writes it",
+        ),
         ("{}", f"1:1: workload: names 0 workloads; give one of {', '.join(WORKLOADS)}"),
         (
-            "{gpt: {}, mae: {}}",
+            "{gpt: {}, idle: {}}",
             f"1:1: workload: names 2 workloads; give one of {', '.join(WORKLOADS)}",
         ),
         ("[gpt]", "1:1: workload: ['gpt']: should be a mapping"),

@@ -316,9 +316,9 @@ def test_no_other_file_asks_for_the_class_or_the_name_of_a_workload():
 
 
 def test_a_question_for_the_class_or_the_name_of_a_workload_would_be_seen():
-    assert asked_names(ast.parse("if spec.workload in ('gpt', 'mae') or 'idle' == workload: pass")) == {
+    assert asked_names(ast.parse("if spec.workload in ('gpt', 'tensors') or 'idle' == workload: pass")) == {
         "gpt",
-        "mae",
+        "tensors",
         "idle",
     }
     assert asked_names(ast.parse("if spec.engine == 'gpt' or spec.workload == other: pass")) == set()

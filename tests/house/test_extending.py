@@ -23,14 +23,14 @@ SIBLINGS = {
     "preset": (r"\bmicrosoft_fp4\b", ""),
     "workload": (
         # its class, and lists of workloads that train a model
-        r"\bMae\b|\bmae\b.*\bfinetune\b|\bfinetune\b.*\bmae\b",
-        "ablate/training/workloads/mae.py ablate/training/models/masked.py tests/training/models/test_masked.py"
-        " tests/training/workloads/test_mae.py tests/training/data/test_images.py tests/training/test_evaluation.py",
+        r"\bFinetune\b|\bgpt\b.*\bfinetune\b|\bfinetune\b.*\bgpt\b",
+        "ablate/training/workloads/finetune.py ablate/training/operand_capture.py benchmarks/expert_families.py"
+        " docs/reference/families.md tests/experiment/integrations/test_integrations.py"
+        " tests/results/test_headline.py tests/training/test_operand_errors.py",
     ),
     "field of a workload": (
-        r"\bnorm_pix\b",
-        "ablate/training/workloads/mae.py ablate/training/models/masked.py tests/training/models/test_masked.py"
-        " tests/training/workloads/test_mae.py",
+        r"\brope_theta\b",
+        "ablate/training/workloads/gpt.py ablate/training/models/transformer.py benchmarks/expert_families.py",
     ),
     "widths of a model": (r"\bqwen3-14b\b", ""),
     "tracker": (

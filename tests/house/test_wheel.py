@@ -26,6 +26,7 @@ def test_a_wheel_has_the_notebooks_and_every_file_of_the_package(tmp_path):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert packed >= there | {f"ablate/analysis/{name}.ipynb" for name in NOTEBOOKS}
+    assert packed >= {"ablate/examples/mae.py", "ablate/examples/mae_masking.yaml"}
     assert any(name.endswith(".so") for name in packed)
 
 

@@ -11,6 +11,7 @@ from contextlib import closing
 import nbformat
 import numpy as np
 import pytest
+from PIL import Image
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
@@ -24,7 +25,6 @@ from ablate.reports.report_files import NOTEBOOKS, analysis, is_current
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
-from ablate.training.data.montage import montage
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +49,10 @@ def state(tmp_path_factory):
         ("alone", {"seeds": 1}),
     ):
         sweep(tiny(folder, name, **keys), folder / "runs")
-    picture = np.linspace(0, 1, 48, dtype=np.float32).reshape(3, 4, 4)
+    picture = Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
     for trial in (folder / "runs" / "trials").iterdir():  # as a workload that draws would have left it
         (trial / "artifacts").mkdir(exist_ok=True)
-        montage(trial / "artifacts" / "drawn.png", ("one",), [[picture]])
+        picture.save(trial / "artifacts" / "drawn.png")
     return folder / "runs"
 
 

@@ -6,7 +6,6 @@ from ablate.training.workloads.command import Command
 from ablate.training.workloads.finetune import Finetune, Lora
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.idle import Idle
-from ablate.training.workloads.mae import Mae, Stack
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.tensors import Tensors
 from support.experiments import SHAPE, shards
@@ -19,19 +18,6 @@ OWN_COMMAND = Path(__file__).parent / "own_command"
 SMALL = {
     "gpt": lambda folder: Gpt(
         **(SHAPE | {"data": shards(folder), "steps": 6, "eval_every": 3, "accumulate": 2})
-    ),
-    "mae": lambda folder: Mae(
-        data="digits",
-        patch=2,
-        layers=1,
-        width=32,
-        heads=2,
-        decoder=Stack(layers=1, width=16, heads=2),
-        batch=2,
-        steps=4,
-        eval_every=2,
-        eval_tokens=64,
-        eval_batch=2,
     ),
     "finetune": lambda folder: Finetune(
         data=shards(folder),

@@ -24,7 +24,6 @@ from ablate.recipes.readings import WEIGHTS_ONLY, reading
 from ablate.recipes.recipe import QEma, Run, Weights
 from ablate.training.evaluation import by_other_recipes
 from ablate.training.metric_names import QUANTITIES
-from ablate.training.workloads.mae import Mae
 
 
 def readable(name: str) -> bool:
@@ -159,14 +158,6 @@ def test_the_recipe_in_force_reads_what_the_evaluation_does(shards):
     own, other = column(records, "val/loss"), column(records, "val/loss@nvfp4")
     assert other
     assert own == pytest.approx(other, rel=1e-6)  # the mean over tokens by another function of torch
-
-
-def test_images_are_read_by_their_loss_alone():
-    workload = Mae(layers=1, steps=2, batch=4, evaluate=["mxfp4", "nvfp4"], eval_tokens=64)
-    run = workload.prepare(PRESETS["bf16"](), 0, "cpu")
-    metrics = list(workload.train(run, UNMEASURED))[-1].metrics
-    assert {name for name in metrics if "@" in name} == {"val/loss@mxfp4", "val/loss@nvfp4"}
-    assert workload.of_readings == {"val/loss@mxfp4", "val/loss@nvfp4"}
 
 
 def test_the_engine_of_transformer_engine_emulates_a_reading(monkeypatch):

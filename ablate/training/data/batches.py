@@ -12,20 +12,12 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, context]; the targets are the tokens one position later."""
 
 
-def bits(stream: str, seed: int, step: int, micro_batch: int, count: int, purpose: int = 0) -> Tensor:
-    """Return four words of 32 bits for each of `count` things, such as sequences: int64 [4, count].
-
-    They are a function of the arguments alone; `purpose` numbers several draws for the same thing.
-    """
-    counter = torch.empty(4, count, dtype=torch.int64)
-    counter[0] = torch.arange(count)
-    counter[1], counter[2], counter[3] = step, micro_batch, purpose
-    return philox(counter, (seed & 0xFFFFFFFF, STREAMS[stream] << 8))
-
-
 def indices(seed: int, step: int, micro_batch: int, count: int, below: int) -> Tensor:
     """Return the numbers of a batch's samples, drawn with replacement from `below`: int64 [count]."""
-    words = bits("data", seed, step, micro_batch, count)
+    counter = torch.zeros(4, count, dtype=torch.int64)
+    counter[0] = torch.arange(count)
+    counter[1], counter[2] = step, micro_batch
+    words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
     return (words[0] << 31 | words[1] >> 1) % below
 
 

@@ -51,14 +51,8 @@ def tokenizer_file(name: str, instead: str) -> Path:
         return Path(hf_hub_download(name, "tokenizer.json", revision=commit))
 
 
-def rows(
-    dataset: str, config: str | None, split: str, commit: str, raw: str | None = None
-) -> Iterator[dict[str, object]]:
-    """Yield the rows of a split, streamed, at a commit from `version`.
-
-    Images of the column `raw` are yielded undecoded, as {bytes, path}. OSError if the dataset cannot be read,
-    or has no such column.
-    """
+def rows(dataset: str, config: str | None, split: str, commit: str) -> Iterator[dict[str, object]]:
+    """Yield the rows of a split, streamed, at a commit from `version`. OSError if they cannot be read."""
     quiet()
     try:
         import datasets as library
@@ -67,13 +61,9 @@ def rows(
     library.disable_progress_bars()
     with _as_os_error(f"dataset {dataset}, split {split}: cannot be read"):
         folder = local(dataset)
-        stream = library.load_dataset(
+        yield from library.load_dataset(
             str(folder or dataset), config, split=split, streaming=True, revision=None if folder else commit
         )
-        columns = stream.column_names or list(next(iter(stream), ()))
-        if raw and columns and raw not in columns:  # the library would add an empty column
-            raise ValueError(f"there is no column {raw!r}; there are {', '.join(columns)}")
-        yield from stream.cast_column(raw, library.Image(decode=False)) if raw else stream
 
 
 def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> str:

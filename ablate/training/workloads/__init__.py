@@ -1,19 +1,19 @@
 """Workloads, one per file: anything that yields records, given a recipe and a seed (`base.Workload`)."""
 
+import json
 from collections.abc import Mapping
 
+from ablate.errors import InputError
 from ablate.training.workloads.base import Workload
 from ablate.training.workloads.command import Command
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.idle import Idle
-from ablate.training.workloads.mae import Mae
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.tensors import Tensors
 
 WORKLOADS: dict[str, type[Workload]] = {
     "gpt": Gpt,
-    "mae": Mae,
     "finetune": Finetune,
     "python": Python,
     "command": Command,
@@ -28,13 +28,26 @@ def abilities(workload: str) -> type[Workload]:
     return WORKLOADS.get(workload, Workload)
 
 
+GONE = {"mae": "is an example of own code now: `ablate init NAME --images` writes it"}
+"""Workloads of earlier versions, and what stands in for them."""
+
+
+def recorded(workload: str, config: Mapping[str, object]) -> Workload:
+    """Return a recorded workload; InputError if this version has none of the name."""
+    if workload not in WORKLOADS:
+        why = GONE.get(workload, "is not a workload of this version")
+        raise InputError(f"a trial of workload {workload} cannot be followed: {workload} {why}")
+    return WORKLOADS[workload].model_validate_json(json.dumps(config))
+
+
 def unit(workload: str, metric: str) -> str:
     """Return the unit of a metric of a workload; "" if it has none."""
     return abilities(workload).UNITS.get(metric.partition("@")[0], "")
 
 
-CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
-"""Facts of a workload's data (`summary()`): the val/loss of a model that ignores its input."""
+CONTEXT_FREE = ("data/unigram_entropy", "data/context_free_loss")
+"""Names of the val/loss of a model that ignores its input: a fact of a workload's data (`summary()`), and a
+metric of own code."""
 
 
 def context_free(result: Mapping[str, object] | None) -> float | None:

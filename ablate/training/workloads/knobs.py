@@ -6,7 +6,7 @@ every workload that has the field, and must differ from the short names of recip
 
 WORKLOAD_KNOBS = {
     "steps": "Optimizer steps.",
-    "batch": "Sequences or images of a micro-batch.",
+    "batch": "Sequences of a micro-batch.",
     "accumulate": "Micro-batches of a step.",
     "lr": "Peak learning rate.",
     "warmup": "Fraction of the run over which the learning rate rises to its peak.",
@@ -18,6 +18,5 @@ WORKLOAD_KNOBS = {
     "width": "Features of the residual stream.",
     "heads": "Attention heads.",
     "hidden": "Features within an MLP.",
-    "mask_ratio": "Share of an image's patches that are masked.",
 }
 """Help of each short name; its values are those of the field."""

@@ -35,7 +35,6 @@ SELDOM = Telemetry(every=1000, shadow=1000, log=1, checkpoint=0)
 TRAINED = [name for name in SMALL if name not in ("idle", "python", "command")]
 SHORTER = {
     "gpt": {"steps": 2, "eval_every": 2, "accumulate": 1, "layers": 1},
-    "mae": {"steps": 2},
     "finetune": {"steps": 2, "accumulate": 1},
     "tensors": {"draws": 2},
 }

@@ -8,26 +8,16 @@ from support.corpus import write_shards
 from ablate.training.data import facts as module
 from ablate.training.data.corpus import Corpus
 from ablate.training.data.facts import facts
-from ablate.training.data.images import Folder
 from ablate.training.data.sources import HubText, TextFiles
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_what_comes_with_packages_is_named_and_counted():
-    assert facts("digits") == {
-        "name": "digits",
-        "type": "package",
-        "source": {"name": "digits"},
-        "columns": {"image": "uint8, 1 x 8 x 8", "label": "integer from 0 to 9"},
-        "counts": {"train images": 1500, "validation images": 297, "classes": 10},
-    }
     told = facts("stdlib")
-    assert (told["name"], told["counts"]["vocabulary"], told["counts"]["bytes per token"]) == (
-        "stdlib",
-        256,
-        1.0,
-    )
+    assert (told["name"], told["type"], told["source"]) == ("stdlib", "package", {"name": "stdlib"})
+    assert told["columns"] == {"token": "integer from 0 to 255"}
+    assert (told["counts"]["vocabulary"], told["counts"]["bytes per token"]) == (256, 1.0)
 
 
 def test_a_file_is_named_as_the_experiment_names_it(tmp_path, monkeypatch):
@@ -56,16 +46,10 @@ def test_a_dataset_says_its_commit(monkeypatch):
 
 
 def test_a_password_in_a_place_is_not_told(monkeypatch):
-    monkeypatch.setattr(module, "open_images", lambda source: images())
-    told = json.dumps(facts(Folder(folder="smb://me:secret@disk/pictures", size=8)))
+    monkeypatch.setattr(module, "open_corpus", lambda source: module.Corpus(range(5), range(2), 9, "0", None))
+    told = json.dumps(facts(TextFiles(text="smb://me:secret@disk/books")))
     assert "secret" not in told
-    assert "me:***@disk/pictures" in told
-
-
-def images():
-    from ablate.training.data import open_images
-
-    return open_images("digits")
+    assert "me:***@disk/books" in told
 
 
 def test_data_that_cannot_be_opened_are_told():
