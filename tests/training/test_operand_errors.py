@@ -12,6 +12,7 @@ from support.packed_experts import SIZES, Model, results, routed
 
 from ablate.engines.blocks import passed_over
 from ablate.engines.emulated import convert
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import InputError
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
@@ -174,13 +175,13 @@ def test_casts_of_weights_that_stay_are_made_once_and_have_the_errors_of_every_b
     first, weights = operands(0), []
     batches = [[replace(operands(seed), w=first.w)] for seed in range(2)]
     recipes = [make() for make in PRESETS.values()]
-    made = Caster._made
+    made = EmulatedLinear.operand
 
-    def counted(caster, name, source, cast, *moment):
-        weights.append(cast.slot in ("fprop.w", "dgrad.w"))
-        return made(caster, name, source, cast, *moment)
+    def counted(layer, source, slot, *how):
+        weights.append(slot in ("fprop.w", "dgrad.w"))
+        return made(layer, source, slot, *how)
 
-    monkeypatch.setattr(Caster, "_made", counted)
+    monkeypatch.setattr(EmulatedLinear, "operand", counted)
     each = measure(recipes, batches)
     calls = sum(weights)
     weights.clear()
