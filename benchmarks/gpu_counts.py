@@ -118,8 +118,13 @@ def row_of(kernel: Any, given: dict[str, Any]) -> str:
         done = does(build.constants, rotates, build.module == "result" and build.out == "bf16")
         return not wanted <= done, len(done - wanted), build.dtype != dtype
 
+    def unlike(build: Build) -> tuple[int, bool, bool]:
+        one, other = (vars(constants["FORM"]) for constants in (build.constants, given))
+        same = build.constants["DOWN"] == given["DOWN"]
+        return sum(one[name] != other[name] for name in one), not same, build.dtype != dtype
+
     own = {name: build for name, build in BUILDS.items() if build.kernel == kernel.__name__}
-    return min(own, key=lambda name: distance(own[name]))
+    return min(own, key=lambda name: (unlike if "FORM" in given else distance)(own[name]))
 
 
 class Attention(torch.autograd.Function):

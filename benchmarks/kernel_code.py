@@ -20,7 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ablate.numerics.kernels import cuda
+from ablate.numerics.kernels import cuda, general_cuda
+from ablate.recipes import PRESETS
 
 CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120a": 120}
 """Targets, and Triton's numbers of them."""
@@ -37,6 +38,18 @@ class Build(NamedTuple):
     out: str = "bf16"
     elements: int = 16 * cuda.COLUMNS
     """Elements of a program."""
+
+
+def general(preset: str, slot: str, kernel: str = "cast") -> Build:
+    """Return a build of the general kernel, or of one for its statistic, for the operand of a preset."""
+    products = PRESETS[preset]().products
+    quant, turn = products.slot(slot), getattr(products, slot.partition(".")[0]).hadamard
+    form = general_cuda.described(quant.cast, turn.size if turn else 0)
+    constants = {"FORM": form, "DOWN": slot in ("dgrad.w", "wgrad.g", "wgrad.x")}
+    if kernel == "cast":
+        constants |= {name: None for name, used in general_cuda.pointers(form).items() if not used}
+    out = "fp32" if quant.wide else "bf16"
+    return Build("general_triton", kernel, constants=constants, out=out, elements=32 * 128)
 
 
 BOTH = {"FIRST_STOCHASTIC": True, "SECOND_STOCHASTIC": True}
@@ -60,6 +73,17 @@ BUILDS = {
     "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
     "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
     "scale and round": Build("result", "scaled", "fp32", {"SIZE": 4096}, elements=4096),
+    **{
+        f"general, {preset} {slot}": general(preset, slot)
+        for preset, slot in (
+            *(("fp8_current", "fprop.x"), ("mxfp8", "dgrad.w"), ("mxfp4_v4", "fprop.w")),
+            *(("mxfp4_backward", "wgrad.g"), ("quartet", "fprop.x"), ("quartet2", "fprop.x")),
+            *(("quartet2", "wgrad.x"), ("tetrajet2", "dgrad.g"), ("ue5m3", "wgrad.g")),
+            *(("if4", "fprop.x"), ("hif4", "fprop.w"), ("luq", "dgrad.g"), ("row_scaled", "fprop.x")),
+        )
+    },
+    "general, amax of rotated": general("quartet2", "wgrad.x", "turned_amaxes"),
+    "general, amaxes of rows": general("row_scaled", "fprop.x", "row_amaxes"),
     "scale": Build("result", "scaled", "fp32", {"SIZE": 4096}, "fp32", 4096),
 }
 """Every kernel with all that it can do, and the simpler launches of usual recipes."""
@@ -67,9 +91,10 @@ BUILDS = {
 
 def module_of(name: str) -> Any:
     """Return the file of device code."""
-    from ablate.numerics.kernels import nvfp4, order_statistic, result
+    from ablate.numerics.kernels import general_triton, nvfp4, order_statistic, result
 
-    return {"nvfp4": nvfp4, "order_statistic": order_statistic, "result": result}[name]
+    modules = (general_triton, nvfp4, order_statistic, result)
+    return {module.__name__.rpartition(".")[2]: module for module in modules}[name]
 
 
 def type_of(name: str, build: Build) -> str:
@@ -77,7 +102,8 @@ def type_of(name: str, build: Build) -> str:
     kind = name.rpartition("_")[2]
     if build.module == "result" and kind in ("y", "out", "first", "second"):
         return "*" + (build.out if kind == "out" else "fp32")
-    pointers = {"x": build.dtype, "values": "bf16", "scales": "fp32", "amax": "fp32", "out": "i32"}
+    pointers = {"x": build.dtype, "values": build.out, "scales": "fp32", "amax": "fp32", "out": "i32"}
+    pointers |= {"outer": "fp32"}
     pointers |= dict.fromkeys(("counts", "found", "largest"), "i32")
     return (
         f"*{pointers[kind]}"
@@ -105,7 +131,7 @@ def compiled(build: Build, capability: int, options: Mapping[str, Any] = cuda.EX
         number
         for number, (parameter, kind) in enumerate(zip(function.params, signature.values(), strict=True))
         if not parameter.do_not_specialize
-        and (kind[0] == "*" or parameter.name in ("rows", "columns", "count"))
+        and (kind[0] == "*" or parameter.name in ("rows", "columns", "count", *("lines", "length", "width")))
     ]
     source = ASTSource(function, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
     return compile(

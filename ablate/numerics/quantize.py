@@ -32,12 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics import own_calls
+from ablate.numerics import on_gpu, own_calls
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.formats import element_format
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
-from ablate.numerics.kernels import cpu, cuda, general
+from ablate.numerics.kernels import cpu, cuda, forms, general
 from ablate.numerics.own import Own
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import GROUP, Clock, random_bits
@@ -232,24 +232,12 @@ def quantize_both(
     `x` is [rows, columns], bf16 or fp32, on a GPU. `rotation` runs along its rows, and `product` is the draw
     site of its signs; `where` and `histories` have the draw sites and the earlier amaxes of both operands.
     """
-    if not cuda.can_quantize_both(x, first, second, rotation):
-        return None
-    flips = None if rotation is None else _sign_word(rotation, clock, product)
-    one, other = (
-        cuda.Form(quant, word, site, _device_statistic(x, quant.outer, history, clock, None))
-        for quant, word, site, history in zip((first, second), (None, flips), where, histories, strict=True)
-    )
-    made = cuda.quantize_both(x, one, other, clock)
-    return _device_operand(made[0], first), _device_operand(made[1], second)
+    made = on_gpu.quantize_both(x, first, second, rotation, clock, where, product, histories)
+    return made and (_device_operand(made[0], first), _device_operand(made[1], second))
 
 
 def _device_operand(made: cuda.Quantized, quant: Quant, source: Tensor | None = None) -> Operand:
     return Operand(made.values, quant, made.amax, made.block_scale, made.largest, source)
-
-
-def _sign_word(rotation: Hadamard, clock: Clock | None, product: int) -> int:
-    """Return the signs as an argument of a kernel, which takes no copy to the device."""
-    return cuda.sign_word(signs(rotation, torch.device("cpu"), clock, product))
 
 
 def _compiled(
@@ -265,8 +253,11 @@ def _compiled(
 ) -> Operand | None:
     """Return the operand from the kernels of x's device; None if they cannot make it. `reduced` is the amax
     of the whole matrix if `x` is a part of it."""
-    if cuda.can_quantize(x, quant):
-        return _on_device(x, quant, rotation, clock, where, product, history, keep, reduced)
+    if forms.on_gpu(quant) and cuda.can_take(x):
+        on_device = on_gpu.quantize(
+            x, quant, rotation, clock, where, product, history, keep, reduced, quantize
+        )
+        return on_device and _device_operand(on_device[0], quant, on_device[1])
     if x.device.type != "cpu" or (reduced is not None and not reduced.isfinite()):
         return None  # the device is asked before the number, which a GPU would have to be waited for
     nvidia = cpu.can_quantize(x, quant, rotation)
@@ -280,44 +271,6 @@ def _compiled(
         turned, size = (rotate(x, rotation, clock, product), rotation.size) if rotation else (x, 0)
         made = general.quantize(turned, quant, size, clock, where, keep, statistic)
     return made and Operand(made.values, quant, made.amax, made.block_scale, made.largest, made.source)
-
-
-def _on_device(
-    x: Tensor,
-    quant: Quant,
-    rotation: Hadamard | None,
-    clock: Clock | None,
-    where: int,
-    product: int,
-    history: History | None,
-    keep: bool,
-    reduced: Tensor | None,
-) -> Operand | None:
-    """Return the operand from the kernels of a GPU; None if a source is to be kept that has to be padded. A
-    rotation that they lack, or whose result is to be kept, is computed before them."""
-    word = None
-    if rotation is not None and not keep and cuda.can_rotate(x, quant, rotation):
-        word = _sign_word(rotation, clock, product)
-    elif rotation is not None:
-        x = rotate(x, rotation, clock, product)
-    rows, columns = quant.tile
-    if keep and (x.shape[0] % rows or x.shape[1] % columns):
-        return None
-    statistic = _device_statistic(x, quant.outer, history, clock, reduced)
-    made = cuda.quantize(x, cuda.Form(quant, word, where, statistic), clock)
-    return _device_operand(made, quant, x if keep else None)
-
-
-def _device_statistic(
-    x: Tensor, outer: Outer | None, history: History | None, clock: Clock | None, reduced: Tensor | None
-) -> cuda.Statistic | None:
-    """Return the outer statistic as a GPU's kernels take it; None for one that they compute."""
-    if reduced is not None:
-        return lambda largest: reduced
-    # A statistic that only a whole tensor can have is a function of its largest magnitude.
-    if outer is None or not statistic_of(outer.statistic).per_tensor:
-        return None
-    return lambda largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
 def _statistic(

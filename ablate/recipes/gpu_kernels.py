@@ -28,13 +28,8 @@ def on_reference(recipe: Recipe) -> OnReference:
     for products in variants(recipe):
         for slot, quant in products.quantised():
             moving = recipe.weights.q_ema is not None and slot.endswith(".w") and _takes_target(quant)
-            slots[slot] = slots.get(slot, False) or moving or not _by_kernel(quant)
+            slots[slot] = slots.get(slot, False) or moving or not forms.on_gpu(quant.cast)
     return OnReference(tuple(slot for slot, reference in slots.items() if reference), len(slots))
-
-
-def _by_kernel(quant: Quant) -> bool:
-    channels = quant.transform is not None and quant.transform.channels and quant.transform.channels_in
-    return forms.on_gpu(quant.cast) and channels in (None, False, "bf16")
 
 
 def _takes_target(quant: Quant) -> bool:

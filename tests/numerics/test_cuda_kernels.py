@@ -23,22 +23,24 @@ from ablate.numerics.spec import Hadamard, Quant
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kernel_code import BUILDS, CAPABILITIES, compiled, machine_code
 
-CASES = Path(__file__).with_name("cuda_kernel_cases.py")
+CASES = [Path(__file__).with_name(f"{name}_kernel_cases.py") for name in ("cuda", "general")]
 
 needs_triton = pytest.mark.skipif(cuda.kernels() is None, reason="there is no Triton here")
 
 
 @needs_triton
 @pytest.mark.slow
-def test_every_bit_is_the_references_in_the_interpreter():
-    run_cases(CASES, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_every_bit_is_the_references_in_the_interpreter(cases):
+    run_cases(cases, TRITON_INTERPRET="1")
 
 
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-def test_every_bit_is_the_references_on_a_gpu():
-    run_cases(CASES, TRITON_INTERPRET="0")
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_every_bit_is_the_references_on_a_gpu(cases):
+    run_cases(cases, TRITON_INTERPRET="0")
 
 
 # --- ahead of time, for GPUs that are not here ----------------------------------------------------

@@ -1,8 +1,8 @@
 """Quantisers for CUDA tensors: launches of Triton kernels that never wait for the device.
 
-The forms are those of `forms.on_gpu`. The outer statistic is a tensor on the device: the largest magnitude or
-a percentile, which kernels take from the tensor, or what a function makes of the largest magnitude. It is
-not read here.
+The forms are those of `forms.nvidia`; general_cuda.py has the others. The outer statistic is a tensor on the
+device: the largest magnitude or a percentile, which kernels take from the tensor, or what a function makes of
+the largest magnitude. It is not read here.
 
 What is not finite needs no second path: the kernels compute what the reference does, and the amax, which
 stays on the device, shows it.
@@ -57,11 +57,11 @@ class Quantized:
     """A quantised copy, all on the device."""
 
     values: Tensor
-    """bf16 [rows, columns padded to 16]."""
-    amax: Tensor
-    """Outer statistic, fp32 scalar."""
-    block_scale: Tensor
-    """fp32 [row tiles, 1, column tiles, 1]."""
+    """bf16, or fp32 if `Quant.wide`, [rows, columns padded to whole blocks and to 16]."""
+    amax: Tensor | None
+    """Outer statistic, fp32 scalar, or [rows, 1]; None without one that is kept apart."""
+    block_scale: Tensor | None
+    """fp32 [row tiles, 1, column tiles, 1]; None without block scales."""
     largest: Tensor
     """Largest magnitude, or NaN, fp32 scalar."""
 
@@ -171,6 +171,8 @@ def _trial(x: Tensor, cast: Cast) -> dict[str, str]:
     """Return the digests of each kernel's results."""
 
     def bits(one: Quantized) -> tuple[Tensor, ...]:
+        assert one.amax is not None
+        assert one.block_scale is not None
         return one.values, one.amax.view(1), one.block_scale, one.largest.view(1)
 
     made = {
@@ -195,10 +197,14 @@ def _trial(x: Tensor, cast: Cast) -> dict[str, str]:
 
 
 def can_quantize(x: Tensor, quant: Quant) -> bool:
-    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns."""
+    """Return True if `quantize` can compute this: NVIDIA's form, and x as kernels take it."""
+    return forms.nvidia(quant) and can_take(x)
+
+
+def can_take(x: Tensor) -> bool:
+    """Return True if kernels take this matrix: bf16 or fp32, stored by rows or by columns."""
     return (
-        forms.on_gpu(quant)
-        and x.dtype in (torch.bfloat16, torch.float32)
+        x.dtype in (torch.bfloat16, torch.float32)
         and 0 < x.numel() < 2**31
         and (x.is_contiguous() or x.t().is_contiguous())
         and runs_on(x.device)
@@ -217,7 +223,7 @@ def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard
         and (first.block, second.block) == ("1x16", "1x16")
         and (rotation is None or (forms.fuses(second, rotation) and x.dtype == torch.bfloat16))
         and can_quantize(x, first)
-        and forms.on_gpu(second)
+        and forms.nvidia(second)
     )
 
 
@@ -245,7 +251,7 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
     with torch.cuda.device_of(x):
         _compiled().by_both[_grid(x)](
             x, *outputs, mine, theirs, second.signs, rows, columns,
-            *_range(first), *_range(second), *_draws(clock),
+            *_range(first), *_range(second), *draws(clock),
             signed_word(first.where), signed_word(second.where),
             _stochastic(first), _stochastic(second), COLUMNS, **EXACT,
         )  # fmt: skip
@@ -347,7 +353,7 @@ def _statistic(memory: Tensor, form: Form, largest: Tensor | None) -> tuple[Tens
 
 def _rows(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
     values, scales = _by_rows(x)
-    how = *_range(form), *_draws(clock), signed_word(form.where), _stochastic(form)
+    how = *_range(form), *draws(clock), signed_word(form.where), _stochastic(form)
     with torch.cuda.device_of(x):
         _compiled().by_rows[_grid(x)](x, values, scales, amax, *x.shape, *how, COLUMNS, **EXACT)
     return values, scales
@@ -355,7 +361,7 @@ def _rows(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Ten
 
 def _columns(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Tensor, Tensor]:
     values, scales = _by_columns(x)
-    how = *_range(form), *_draws(clock), signed_word(form.where), _stochastic(form)
+    how = *_range(form), *draws(clock), signed_word(form.where), _stochastic(form)
     with torch.cuda.device_of(x):
         _compiled().by_columns[_grid(x)](
             x, values, scales, amax, form.signs, *x.shape, *how, COLUMNS, **EXACT
@@ -403,7 +409,7 @@ def _stochastic(form: Form) -> bool:
     return form.quant.rounding == "stochastic"
 
 
-def _draws(clock: Clock | None) -> tuple[int, int, int, int]:
+def draws(clock: Clock | None) -> tuple[int, int, int, int]:
     """Return the key, the step and the micro-batch; zeros, which nothing reads, without a clock."""
     if clock is None:
         return 0, 0, 0, 0

@@ -6,7 +6,8 @@ the same functions, and then look at the tensor.
 
 from functools import cache
 
-from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range
+from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range, tag
 
 
 @cache
@@ -28,10 +29,38 @@ def nvidia(quant: Quant) -> bool:
     )
 
 
+@cache
+def covers(quant: Quant) -> bool:
+    """Return True if the general kernel for CPUs implements this form."""
+    selected = quant.select is None or (
+        quant.select.among != "search" and quant.block == "1x16" and quant.range.prescale == 1
+    )
+    per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
+    lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
+    plain = not quant.owned and not quant.altered
+    return plain and (
+        # Between powers of two, ties to even are another rule, which the kernel lacks.
+        (ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away")
+        and quant.tile[1] in (1, 16, 32, 64, 128)
+        and selected
+        and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
+        and (quant.range.statistic == "amax" or quant.tile[0] == 1)
+        and all(length in (1, 2, 4, 8, 16) for length in lengths)
+    )
+
+
+@cache
+def general(quant: Quant) -> bool:
+    """Return True if the general kernel for GPUs implements this form: no percentiles, no groups of rows."""
+    outer = quant.outer
+    plain = outer is None or (tag(outer.granularity) != "rows" and tag(outer.statistic) != "percentile")
+    return plain and covers(quant)
+
+
 def on_gpu(quant: Quant) -> bool:
-    """Return True if kernels quantise this form on a GPU, with any rotation and any outer statistic. A
-    rotation that the kernels do not have is made by torch's operations before them."""
-    return nvidia(quant)
+    """Return True if kernels quantise this form on a GPU, with any rotation. One that the kernels do not have
+    is made by torch's operations before them."""
+    return nvidia(quant) or general(quant)
 
 
 def fuses(quant: Quant, rotation: Hadamard) -> bool:

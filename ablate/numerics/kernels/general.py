@@ -17,6 +17,7 @@ from ablate.numerics.formats import ELEMENTS, SCALES, Format
 from ablate.numerics.kernels import builds
 from ablate.numerics.kernels.builds import Form, Grid, Turn
 from ablate.numerics.kernels.cpu import Made
+from ablate.numerics.kernels.forms import covers
 from ablate.numerics.philox import GROUP, Clock, philox_key
 from ablate.numerics.scaling import round_scale
 from ablate.numerics.spec import Quant, argument, tag
@@ -26,26 +27,6 @@ OUTERS = (None, *choices.GRANULARITIES)
 CRITERIA = (None, *choices.CRITERIA)
 """Numbers of words in general.c: their places in the registries."""
 _GRID, _POWER_OF_TWO, _BF16, _FP32 = range(4)
-
-
-@cache
-def covers(quant: Quant) -> bool:
-    """Return True if the kernel implements this form."""
-    selected = quant.select is None or (
-        quant.select.among != "search" and quant.block == "1x16" and quant.range.prescale == 1
-    )
-    per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
-    lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
-    plain = not quant.owned and not quant.altered
-    return plain and (
-        # Between powers of two, ties to even are another rule, which the kernel lacks.
-        (ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away")
-        and quant.tile[1] in (1, 16, 32, 64, 128)
-        and selected
-        and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
-        and (quant.range.statistic == "amax" or quant.tile[0] == 1)
-        and all(length in (1, 2, 4, 8, 16) for length in lengths)
-    )
 
 
 def can_keep(quant: Quant) -> bool:

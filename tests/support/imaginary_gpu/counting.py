@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import JITFunction
 
 import ablate
+from ablate.numerics import on_gpu
 from ablate.numerics.kernels import cuda
 
 PACKAGE = f"{Path(ablate.__file__).parent}/"
@@ -82,11 +83,13 @@ class Counts(TorchDispatchMode):
         JITFunction.run = lambda kernel, *args, **options: self.launch(args)
         digests = cycle(cuda.TRIAL.values())  # the trial launches run; their bits cannot be right
         cuda.digest = lambda *parts: next(digests)
+        self._different, on_gpu.different = on_gpu.different, lambda *form: ""  # there are no bits to compare
         return super().__enter__()
 
     def __exit__(self, *error):
         torch._C._set_only_lift_cpu_tensors(self._lifted)
         JITFunction.run, cuda.digest = self._run, self._digest
+        on_gpu.different = self._different
         return super().__exit__(*error)
 
     def launch(self, args: tuple) -> None:

@@ -1,0 +1,444 @@
+"""One quantiser for GPUs over a description of the form, as general.c is one for CPUs: device code in Triton.
+
+The problem: NVIDIA's own form has kernels written for it (nvfp4.py), and recipes have thirty others. The
+idea: one kernel takes a `general_cuda.Description`, a constant of the compiler. So every `if` on it is
+decided before the kernel runs, and each form becomes machine code of its own. A program takes a tile of LINES
+lines and LENGTH elements of each along the contraction. With DOWN, lines are columns of memory. Zeros are
+read beyond the edges.
+
+The arithmetic is that of the reference (scaling.py, rounding.py, select.py, hadamard.py), operation by
+operation, for tensors that are not finite too. Sums have the reference's order: neither `tl.sum` nor `tl.dot`
+states one. Nothing here knows torch.
+"""
+
+import triton
+import triton.language as tl
+
+from ablate.numerics.kernels.nvfp4 import (
+    FLT_MAX,
+    ROUND,
+    at_most,
+    bits_of,
+    float_of,
+    inverse,
+    magnitude,
+    nearest_bf16,
+    step_of,
+    to_float,
+)
+
+LINES, LENGTH = tl.constexpr(32), tl.constexpr(128)
+"""Tile of a program: whole square blocks, whole groups of a rotation, whole groups of an outer scale."""
+CHANGING = [
+    *("outer", "largest", "word0", "word1", "word2", "word3"),
+    *("key0", "key1", "step", "micro_batch", "where"),
+]
+"""Arguments on whose values nothing is specialised: see nvfp4.CHANGING."""
+
+
+# --- sums and pairs in a given order --------------------------------------------------------------
+
+
+@triton.jit
+def pairs(z, NUMBER: tl.constexpr, DISTANCE: tl.constexpr):
+    """Return the elements of z, flat, that have a partner at a distance behind them, and the partners.
+
+    Both are [NUMBER, DISTANCE]; each run of 2 DISTANCE elements of z has DISTANCE pairs.
+    """
+    return tl.split(tl.permute(tl.reshape(z, (NUMBER, 2, DISTANCE)), (0, 2, 1)))
+
+
+@triton.jit
+def tree_sum(z, NUMBER: tl.constexpr, LEVELS: tl.constexpr):
+    """Add 2^LEVELS elements, NUMBER times: the second half to the first, and so on. Returns [NUMBER]."""
+    for level in tl.static_range(LEVELS):
+        first, second = pairs(z, NUMBER, 1 << LEVELS - 1 - level)
+        z = first + second
+    return tl.reshape(z, (NUMBER,))
+
+
+@triton.jit
+def sum_of_sixteen(z, NUMBER: tl.constexpr):
+    """Add sixteen elements, NUMBER times, one by one from the first. Returns [NUMBER]."""
+    parts = (tl.reshape(z, (NUMBER, 16)),)
+    for level in tl.static_range(4):
+        halves = ()
+        for number in tl.static_range(1 << level):
+            halves += pairs(parts[number], NUMBER, 8 >> level)
+        parts = halves
+    total = parts[0]
+    for number in tl.static_range(1, 16):
+        total = total + parts[number]
+    return tl.reshape(total, (NUMBER,))
+
+
+@triton.jit
+def rotated(z, words, FORM: tl.constexpr, BF16: tl.constexpr):
+    """Rotate: signs, butterflies by distance, the factor, one rounding if x is bf16, in hadamard.py's order.
+
+    Bit r % 32 of word r // 32 is 1 if element r of a group is negated.
+    """
+    place = tl.arange(0, LENGTH) % FORM.turn
+    low, high = tl.where(place < 32, words[0], words[1]), tl.where(place < 96, words[2], words[3])
+    flips = tl.where(place < 64, low, high) >> place % 32 << 31
+    z = tl.reshape(float_of(bits_of(z) ^ flips[None, :]), (LINES * LENGTH,))
+    levels: tl.constexpr = FORM.turn_levels
+    for level in tl.static_range(levels):
+        first, second = pairs(z, LINES * LENGTH >> level + 1, 1 << level)
+        both = tl.join(first + second, first - second)
+        z = tl.reshape(tl.permute(both, (0, 2, 1)), (LINES * LENGTH,))
+    z = tl.reshape(z * FORM.turn_factor, (LINES, LENGTH))
+    return nearest_bf16(z) if BF16 else z
+
+
+# --- random bits ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def four_words(group, draw, PURPOSE: tl.constexpr):
+    """Return the words of one Philox4x32-10 call for each group, with four of them along the last axis."""
+    key0, key1, step, micro_batch, where = draw
+    step, micro_batch, where = step.to(tl.uint32), micro_batch.to(tl.uint32), where.to(tl.uint32)
+    key0, key1 = key0.to(tl.uint32), key1.to(tl.uint32) | PURPOSE
+    w0, w1, w2, w3 = tl.philox_impl(group.to(tl.uint32), step, micro_batch, where, key0, key1)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (group.shape[0], group.shape[1], 4))
+
+
+@triton.jit
+def element_bits(line, column, width, draw, BITS: tl.constexpr):
+    """Return the random bits of each element of the tile, fp32 [LINES, LENGTH]: `philox.random_bits`."""
+    group = line[:, None] * (width // 16) + (column // 16 + tl.arange(0, LENGTH // 16))[None, :]
+    groups: tl.constexpr = LINES * LENGTH // 16
+    words = tl.reshape(four_words(group, draw, 0), (groups, 4))
+    if BITS == 16:
+        more = tl.reshape(four_words(group, draw, 1), (groups, 4))
+        words = tl.permute(tl.join(words, more), (0, 2, 1))
+    elif BITS == 24:
+        second, third = four_words(group, draw, 1), four_words(group, draw, 2)
+        last = tl.reshape(four_words(group, draw, 3), (groups, 4))
+        even = tl.join(words, tl.reshape(third, (groups, 4)))
+        words = tl.permute(tl.join(even, tl.join(tl.reshape(second, (groups, 4)), last)), (0, 2, 3, 1))
+    fields: tl.constexpr = 4 if BITS == 8 else 2 if BITS == 16 else 1
+    words = tl.reshape(words, (LINES * LENGTH // fields, 1))
+    bits = words >> (tl.arange(0, fields) * (32 // fields)).to(tl.uint32)[None, :] & (1 << BITS) - 1
+    return tl.reshape(bits.to(tl.int32).to(tl.float32), (LINES, LENGTH))
+
+
+@triton.jit
+def scale_bits(row, column, number, draw):
+    """Return 24 random bits for each block scale, fp32 [rows, columns]; `number` of them are in a row."""
+    group = row[:, None] * tl.cdiv(number, 16) + (column // 16)[None, :]
+    place = column[None, :] % 16
+    key0, key1, step, micro_batch, where = draw
+    step, micro_batch, where = step.to(tl.uint32), micro_batch.to(tl.uint32), where.to(tl.uint32)
+    call = (place // 4 + 16).to(tl.uint32) | key1.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(group.to(tl.uint32), step, micro_batch, where, key0.to(tl.uint32), call)
+    word = place % 4
+    bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return (bits & 0xFFFFFF).to(tl.int32).to(tl.float32)
+
+
+# --- grids ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def on_grid(size, random, GRID: tl.constexpr, ROUNDING: tl.constexpr, BITS: tl.constexpr):
+    """Round magnitudes to a grid; `random` has BITS bits if that is stochastic."""
+    size = at_most(size, GRID.top)
+    step = step_of(size, GRID.mantissa, GRID.emin)
+    position = size * inverse(step)
+    lower = tl.floor(position)
+    if ROUNDING == "nearest":
+        rounded = (position + ROUND) - ROUND
+        if GRID.mantissa == 0:  # of two powers of two, the even code has the even exponent field
+            even = ((bits_of(step) >> 23) - 126 - GRID.emin & 1) == 0
+            rounded = tl.where((position == 1.5) & even, lower, rounded)
+    elif ROUNDING == "stochastic":
+        rounded = lower + tl.where((position - lower) * (1 << BITS) - random >= 1.0, 1.0, 0.0)
+    elif ROUNDING == "away":
+        rounded = lower + tl.where(position - lower >= 0.5, 1.0, 0.0)
+    elif ROUNDING == "ceil":
+        rounded = lower + tl.where(position > lower, 1.0, 0.0)
+    else:
+        rounded = lower
+    return rounded * step
+
+
+@triton.jit
+def elements(y, random, FORM: tl.constexpr):
+    """Round scaled elements to their grid; zero keeps its sign."""
+    size = on_grid(float_of(magnitude(y)), random, FORM.element, FORM.rounding, FORM.bits)
+    return float_of(bits_of(size) | (bits_of(y) & -(2**31)))
+
+
+@triton.jit
+def block_scale(exact, random, FORM: tl.constexpr, ROUNDING: tl.constexpr):
+    """Round block scales to their format, with the format's rule for zero."""
+    exact = at_most(exact, FORM.scale.top)
+    if FORM.scale_kind == "power":  # the smallest are subnormal, and the largest have subnormal inverses
+        exact = tl.where(exact < FORM.least, FORM.least, exact)
+        lift = tl.where(exact < 2.0**-60, 2.0**40, tl.where(exact > 2.0**60, 2.0**-40, 1.0))
+        rounded = on_grid(exact * lift, random, FORM.scale, ROUNDING, 24) * inverse(lift)
+        rounded = at_most(tl.where(rounded < FORM.least, FORM.least, rounded), FORM.scale.top)
+    elif FORM.scale_kind == "bf16":
+        rounded = nearest_bf16(exact)
+    elif FORM.scale_kind == "fp32":
+        rounded = exact
+    else:
+        if FORM.least > 0:
+            exact = tl.where(exact < FORM.least, FORM.least, exact)
+        rounded = on_grid(exact, random, FORM.scale, ROUNDING, 24)
+    return rounded if FORM.zero == 0 else tl.where(rounded == 0, FORM.zero, rounded)
+
+
+@triton.jit
+def encode(amax, FORM: tl.constexpr):
+    """Return S of an outer statistic; 1 without one."""
+    scale = amax
+    if FORM.outer is not None:
+        scale = at_most(tl.div_rn(FORM.outer_top, amax), FLT_MAX)
+        scale = tl.where((amax == 0) | (scale == 0), 1.0, scale)
+    return scale
+
+
+@triton.jit
+def spread(tiles, most, FORM: tl.constexpr):
+    """Return the root mean square of blocks of one row, or their standard deviation, times a factor."""
+    lift = tl.where(most < 2.0**-50, 2.0**96, tl.where(most > 2.0**50, 2.0**-96, 1.0))
+    number: tl.constexpr = LINES * LENGTH // FORM.block
+    z = tl.reshape(tiles * lift[:, None, :, None], (number, FORM.block))
+    if FORM.statistic == "std":
+        z = z - (tree_sum(z, number, FORM.block_levels) * (1 / FORM.block))[:, None]
+    mean = tree_sum(z * z, number, FORM.block_levels) * (1 / FORM.block)
+    return tl.reshape(tl.sqrt_rn(mean), most.shape) * inverse(lift) * FORM.spread
+
+
+# --- one tile -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place(length):
+    """This program's first line and first column. One axis, since the others hold at most 65,535 programs."""
+    across = tl.cdiv(length, LENGTH)
+    return tl.program_id(0) // across * LINES, tl.program_id(0) % across * LENGTH
+
+
+@triton.jit
+def load_tile(x, first_line, first, lines, length, DOWN: tl.constexpr):
+    """A tile of x, fp32 [LINES, LENGTH]; zeros beyond the edges."""
+    line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
+    inside = (line < lines)[:, None] & (column < length)[None, :]
+    return to_float(tl.load(x + places(line, column, lines, length, DOWN), mask=inside, other=0.0))
+
+
+@triton.jit
+def places(line, column, lines, length, DOWN: tl.constexpr):
+    """Return where elements lie in memory, [lines, columns]."""
+    if DOWN:
+        return column[None, :].to(tl.int64) * lines + line[:, None]
+    else:
+        return line[:, None].to(tl.int64) * length + column[None, :]
+
+
+@triton.jit
+def cast_tile(
+    x,
+    values,
+    scales,
+    outer,
+    largest,
+    lines,
+    length,
+    width,
+    words,
+    draw,
+    FORM: tl.constexpr,
+    DOWN: tl.constexpr,
+):
+    """Quantise one tile: of the copy along memory's rows, or DOWN its columns."""
+    first_line, first = place(length)
+    z = load_tile(x, first_line, first, lines, length, DOWN)
+    line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
+    if FORM.turn > 0:
+        z = rotated(z, words, FORM, x.dtype.element_ty == tl.bfloat16)
+        z = tl.where((column < tl.cdiv(length, FORM.turn) * FORM.turn)[None, :], z, 0.0)
+    high: tl.constexpr = LINES // FORM.rows
+    number: tl.constexpr = LENGTH // FORM.block
+    tiles = tl.reshape(z, (high, FORM.rows, number, FORM.block))
+    most = tl.max(tl.max(magnitude(tiles), axis=3), axis=1)
+    if largest is not None:
+        tl.atomic_max(largest, tl.max(tl.max(most, axis=1), axis=0))
+    row, block = first_line // FORM.rows + tl.arange(0, high), first // FORM.block + tl.arange(0, number)
+    amax = tl.full((1, 1), 1.0, tl.float32)
+    if FORM.outer == "tensor":
+        amax = tl.load(outer) + tl.zeros((1, 1), tl.float32)
+    elif FORM.outer == "row":
+        amax = tl.load(outer + line, mask=line < lines, other=0.0)[:, None]
+    elif FORM.outer == "block":
+        amax = float_of(tl.max(most, axis=1))[:, None]
+    scale = encode(amax, FORM)
+    random = tiles
+    if FORM.rounding == "stochastic":
+        random = tl.reshape(element_bits(line, first, width, draw, FORM.bits), tiles.shape)
+    chances = float_of(most)
+    if FORM.scale is not None and (FORM.scale_rounding == "stochastic" or FORM.eden):
+        chances = scale_bits(row, block, width // FORM.block, draw)
+    if FORM.scale is None:
+        codes = elements(tiles * scale[:, None, :, None], random, FORM)
+        made = most
+    else:
+        if FORM.selection is not None:
+            codes, made = selected_codes(tiles, most, amax, scale, FORM)
+        elif len(FORM.lengths) > 0:
+            codes, made = micro_codes(tiles, most, random, chances, FORM)
+        else:
+            codes, made = scaled_codes(tiles, most, scale, random, chances, FORM)
+        at = places(row, block, tl.cdiv(lines, FORM.rows), width // FORM.block, DOWN)
+        known = (row * FORM.rows < lines)[:, None] & (block * FORM.block < width)[None, :]
+        tl.store(scales + at, made, mask=known)
+        codes = codes * made[:, None, :, None]
+    if FORM.outer == "block":
+        codes = codes * (amax * FORM.divisor)[:, None, :, None]
+    value = tl.reshape(codes, (LINES, LENGTH))
+    at = places(line, column, lines, width, DOWN)
+    known = (line < lines)[:, None] & (column < width)[None, :]
+    if values.dtype.element_ty == tl.bfloat16:
+        # By the bits: the interpreter converts neither subnormals nor every NaN. 2^22 makes a NaN quiet.
+        bits = bits_of(nearest_bf16(value)) | tl.where(value != value, 0x400000, 0)
+        tl.store(values + at, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=known)
+    else:
+        tl.store(values + at, value, mask=known)
+
+
+@triton.jit
+def scaled_codes(tiles, most, scale, random, chances, FORM: tl.constexpr):
+    """Return the codes of a tile, like it, and its block scales, like `most`."""
+    largest = float_of(most)
+    if FORM.statistic != "amax":
+        largest = spread(tiles, largest, FORM)
+    multiplier = scale * FORM.map
+    if FORM.headroom != 1:
+        multiplier = multiplier * FORM.headroom
+    exact = at_most(largest * at_most(multiplier, FLT_MAX), FLT_MAX)
+    made = block_scale(exact, chances, FORM, FORM.scale_rounding)
+    if FORM.halve > 0:
+        half = tl.where(made * 0.5 < FORM.least, FORM.least, made * 0.5)
+        made = tl.where(tl.div_rn(exact, made) < FORM.halve, half, made)
+    y = tiles * factor_of(made, scale)[:, None, :, None]
+    if FORM.prescale != 1:
+        y = y * FORM.prescale
+    codes = elements(y, random, FORM)
+    if FORM.eden:
+        made = block_scale(made * correction(y, codes, made, FORM), chances, FORM, "stochastic")
+    return codes, made
+
+
+@triton.jit
+def factor_of(made, scale):
+    """Return the factor of elements before they are rounded, from their block scale and S."""
+    return at_most(tl.div_rn(1.0, made * tl.div_rn(1.0, scale)), FLT_MAX)
+
+
+@triton.jit
+def correction(y, codes, made, FORM: tl.constexpr):
+    """Return MS-EDEN's factor of block scales, like `made`: <y, y> / <y, q> of each rotated group."""
+    y = tl.where((made == 0)[:, None, :, None], 0.0, y)
+    groups: tl.constexpr = LINES * LENGTH // FORM.turn
+    power = tree_sum(y * y, groups, FORM.turn_levels)
+    inner = tree_sum(y * codes, groups, FORM.turn_levels)
+    factor = tl.where(inner == 0, 1.0, tl.div_rn(power, inner))
+    each: tl.constexpr = FORM.turn // FORM.block
+    return tl.reshape(tl.broadcast_to(factor[:, None], (groups, each)), made.shape)
+
+
+@triton.jit
+def micro_codes(tiles, most, random, chances, FORM: tl.constexpr):
+    """Return codes times the powers of two of sub-blocks, and block scales: see scaling.micro_scales."""
+    made = block_scale(nearest_bf16(float_of(most) * FORM.unit), chances, FORM, FORM.scale_rounding)
+    reciprocal = nearest_bf16(tl.div_rn(1.0, made))[:, None, :, None]
+    y = tl.reshape(float_of(magnitude(tiles)) * reciprocal, (LINES * LENGTH,))
+    power = tl.full((LINES * LENGTH,), 1.0, tl.float32)
+    for level in tl.static_range(len(FORM.lengths)):
+        number: tl.constexpr = LINES * LENGTH // FORM.lengths[level]
+        parts = tl.reshape(y * inverse(power), (number, FORM.lengths[level]))
+        limit: tl.constexpr = 2.0 ** (len(FORM.lengths) - level)
+        reached = (float_of(tl.max(magnitude(parts), axis=1)) >= limit)[:, None]
+        power = tl.reshape(tl.where(reached, 2.0, 1.0) * tl.reshape(power, parts.shape), (LINES * LENGTH,))
+    power = tl.reshape(power, tiles.shape)
+    return elements(tiles * (reciprocal * inverse(power)), random, FORM) * power, made
+
+
+@triton.jit
+def selected_codes(tiles, most, amax, scale, FORM: tl.constexpr):
+    """Return the codes and block scales of the candidate with the smaller error: `select.select`."""
+    base = tl.div_rn(float_of(most), 6.0) * scale
+    if len(FORM.pair) > 0:
+        one = block_scale(base * FORM.pair[0], base, FORM, FORM.scale_rounding)
+        two = block_scale(base * FORM.pair[1], base, FORM, FORM.scale_rounding)
+    else:
+        one = block_scale(base, base, FORM, FORM.scale_rounding)
+        two = one
+    first = elements(tiles * factor_of(one, scale)[:, None, :, None], tiles, FORM)
+    y = tiles * factor_of(two, scale)[:, None, :, None]
+    if len(FORM.pair) > 0:
+        second = elements(y, tiles, FORM)
+    else:
+        size = on_grid(float_of(magnitude(y * FORM.to_even)), tiles, FORM.even, "nearest", 8)
+        second = float_of(bits_of(size * FORM.from_even) | (bits_of(y) & -(2**31)))
+    better = block_error(second, two, tiles, amax, FORM) < block_error(first, one, tiles, amax, FORM)
+    return tl.where(better[:, None, :, None], second, first), tl.where(better, two, one)
+
+
+@triton.jit
+def block_error(codes, made, tiles, amax, FORM: tl.constexpr):
+    """Return the error of each block of sixteen in the original domain, like `made`."""
+    value = codes * made[:, None, :, None]
+    if FORM.outer is not None:
+        value = tl.div_rn(value * amax[:, None, :, None], FORM.outer_top)
+    difference = value - tiles
+    if FORM.selection == "absmax":
+        error = float_of(tl.max(tl.max(magnitude(difference), axis=3), axis=1))
+    else:
+        size = difference * difference if FORM.selection == "mse" else float_of(magnitude(difference))
+        error = tl.reshape(sum_of_sixteen(size, LINES * LENGTH // 16), made.shape)
+    return error
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["out", *CHANGING[2:6]])
+def turned_amaxes(x, out, lines, length, word0, word1, word2, word3, FORM: tl.constexpr, DOWN: tl.constexpr):
+    """Find the amax of x and of x rotated by FORM: its bits, `out` [2], int32 zeros at first."""
+    first_line, first = place(length)
+    z = load_tile(x, first_line, first, lines, length, DOWN)
+    tl.atomic_max(out, tl.max(tl.max(magnitude(z), axis=1), axis=0))
+    z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty == tl.bfloat16)
+    tl.atomic_max(out + 1, tl.max(tl.max(magnitude(z), axis=1), axis=0))
+
+
+@triton.jit(do_not_specialize=["row_amax", *CHANGING[2:6]])
+def row_amaxes(
+    x, row_amax, lines, length, word0, word1, word2, word3, FORM: tl.constexpr, DOWN: tl.constexpr
+):  # fmt: skip
+    """Find the amax of each line of x, rotated by FORM or not: `row_amax` [lines], fp32."""
+    first_line, first = tl.program_id(0) * LINES, tl.full((), 0, tl.int32)
+    most = tl.full((LINES,), 0, tl.int32)
+    for _ in range(0, tl.cdiv(length, LENGTH)):
+        z = load_tile(x, first_line, first, lines, length, DOWN)
+        if FORM.turn > 0:
+            z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty == tl.bfloat16)
+        most = tl.maximum(most, tl.max(magnitude(z), axis=1))
+        first += LENGTH
+    line = first_line + tl.arange(0, LINES)
+    tl.store(row_amax + line, float_of(most), mask=line < lines)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def cast(
+    x, values, scales, outer, largest, lines, length, width, word0, word1, word2, word3,
+    key0, key1, step, micro_batch, where, FORM: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """Quantise x: `width` is its length, padded; `largest`, int32, 0 at first, gets its largest magnitude."""
+    words, draw = (word0, word1, word2, word3), (key0, key1, step, micro_batch, where)
+    cast_tile(x, values, scales, outer, largest, lines, length, width, words, draw, FORM, DOWN)
