@@ -38,6 +38,7 @@ class Build(NamedTuple):
     out: str = "bf16"
     elements: int = 16 * cuda.COLUMNS
     """Elements of a program."""
+    warps: int = WARPS
 
 
 def general(preset: str, slot: str, kernel: str = "cast") -> Build:
@@ -49,7 +50,9 @@ def general(preset: str, slot: str, kernel: str = "cast") -> Build:
     if kernel == "cast":
         constants |= {name: None for name, used in general_cuda.pointers(form).items() if not used}
     out = "fp32" if quant.wide else "bf16"
-    return Build("general_triton", kernel, constants=constants, out=out, elements=32 * 128)
+    return Build(
+        "general_triton", kernel, constants=constants, out=out, elements=32 * 128, warps=general_cuda.WARPS
+    )
 
 
 BOTH = {"FIRST_STOCHASTIC": True, "SECOND_STOCHASTIC": True}
@@ -135,7 +138,7 @@ def compiled(build: Build, capability: int, options: Mapping[str, Any] = cuda.EX
     ]
     source = ASTSource(function, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
     return compile(
-        source, target=GPUTarget("cuda", capability, 32), options=dict(options) | {"num_warps": WARPS}
+        source, target=GPUTarget("cuda", capability, 32), options=dict(options) | {"num_warps": build.warps}
     )
 
 
@@ -173,7 +176,7 @@ def row(name: str, target: str) -> dict[str, Any]:
     """Return a line of the table."""
     build = BUILDS[name]
     code = machine_code(compiled(build, CAPABILITIES[target]))
-    per_element = code.instructions.total() * WARPS * 32 / build.elements
+    per_element = code.instructions.total() * build.warps * 32 / build.elements
     return {
         "kernel": name,
         "target": target,

@@ -43,8 +43,9 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     no bf16 product with fp32 output there.
     """
     left, right = _aligned(a, b)
-    if cuda.can_scale(left, a.amax, b.amax, out):
-        return cuda.scaled(_fp32(left, right), a.amax, b.amax, a.divisor * b.divisor, out)
+    divisor = a.divisor * b.divisor
+    if cuda.can_scale(left, a.amax, b.amax, divisor, out):
+        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out)
     scale = alpha(a, b)
     if out == torch.float32:
         return _scaled(_fp32(left, right), scale, out)

@@ -134,8 +134,12 @@ class Operand:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
         if self.quant is None:
             return self.values.to(torch.float32)
+        plain = self.block_scale is None or self.quant.wide
+        if cuda.can_decode(self.values, scales := None if plain else self.block_scale, self.amax):
+            inverse = (1.0 / torch.full((), self.divisor, dtype=torch.float32)).item()
+            return cuda.decode(self.values, self.quant.tile, scales, self.amax, inverse)
         factor = 1.0 / torch.full((), self.divisor, dtype=torch.float32, device=self.values.device)
-        if self.block_scale is None or self.quant.wide:
+        if plain or self.block_scale is None:
             return self.values.to(torch.float32) * (factor if self.amax is None else self.amax * factor)
         if cpu.can_decode(self.values, self.block_scale, self.amax):
             return cpu.decode(self.values, self.quant.tile, self.block_scale, self.amax, factor)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from threading import Lock
 from types import ModuleType
 
 import torch
@@ -265,12 +266,12 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
 # --- results of products --------------------------------------------------------------------------
 
 
-def can_scale(x: Tensor, first: Tensor | None, second: Tensor | None, out: torch.dtype) -> bool:
-    """Return True if `scaled` can compute a product on x's device: an amax or two, each of a whole tensor."""
-    amaxes = [amax for amax in (first, second) if amax is not None]
+def can_scale(
+    x: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype
+) -> bool:
+    """Return True if `scaled` can compute a product on x's device, by amaxes of tensors or rows."""
     return (
-        bool(amaxes)
-        and all(amax.ndim == 0 for amax in amaxes)
+        not (first is second is None and divisor == 1)
         and out in (torch.bfloat16, torch.float32)
         and runs_on(x.device)
     )
@@ -279,27 +280,93 @@ def can_scale(x: Tensor, first: Tensor | None, second: Tensor | None, out: torch
 def scaled(
     y: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype
 ) -> Tensor:
-    """Return y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch. y is fp32,
-    contiguous, and overwritten if `out` is fp32; `first` and `second` are the operands' amaxes, fp32 scalars
-    on the device, None (one of them at most) for 1; `divisor` is the product of the operands' divisors."""
+    """Return y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch. y is fp32
+    [M, N], contiguous, and overwritten if `out` is fp32; `first` and `second` are the operands' amaxes, fp32
+    on the device: a scalar, or [M, 1] and [N, 1]; None: 1. `divisor` is the product of their divisors."""
     from ablate.numerics.kernels import result as device_code
 
-    if first is None:
-        first, second = second, None
     target = y if out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
+    if first is second is None:
+        divisor = 1 / divisor  # in fp64, as in `product.alpha`
+    per_row = [amax is not None and amax.ndim > 0 for amax in (first, second)]
     if y.numel():
         grid = (-(-y.numel() // device_code.SIZE),)
         with torch.cuda.device_of(y):
-            device_code.scaled[grid](y, target, first, second, divisor, y.numel(), device_code.SIZE, **EXACT)
+            device_code.scaled[grid](
+                y, target, first, second, divisor, y.numel(), y.shape[-1], *per_row, device_code.SIZE, **EXACT
+            )
     return target
+
+
+def can_decode(values: Tensor, block_scale: Tensor | None, amax: Tensor | None) -> bool:
+    """Return True if `decode` can compute this: block scales that are stored as the values are."""
+    scales = None if block_scale is None else block_scale[:, 0, :, 0]
+    alike = scales is None or (
+        scales.is_contiguous() if values.is_contiguous() else scales.t().is_contiguous()
+    )
+    return alike and (amax is None or amax.ndim in (0, 2)) and can_take(values)
+
+
+def decode(
+    values: Tensor, tile: tuple[int, int], block_scale: Tensor | None, amax: Tensor | None, factor: float
+) -> Tensor:
+    """Return the numbers that an operand stands for, fp32 [rows, columns], in one launch.
+
+    Args:
+        values: code times block scale, bf16 or fp32 [rows, columns].
+        tile: rows and columns of a block.
+        block_scale: fp32 [row tiles, 1, column tiles, 1]; None: the values are not divided by it.
+        amax: fp32, a scalar or [rows, 1]; None: 1.
+        factor: 1 / the operand's divisor.
+    """
+    from ablate.numerics.kernels import result as device_code
+
+    (rows, columns), down = values.shape, not values.is_contiguous()
+    out = torch.empty_like(values, dtype=torch.float32)  # which lies as the values do
+    across = 0 if block_scale is None else block_scale.shape[2]
+    by_row = amax is not None and amax.ndim > 0
+    with torch.cuda.device_of(values):
+        device_code.decoded[(-(-values.numel() // device_code.SIZE),)](
+            values, block_scale, amax, out, factor, rows, columns, across, *tile, by_row, down,
+            device_code.SIZE, **EXACT,
+        )  # fmt: skip
+    return out
 
 
 # --- outer statistics -----------------------------------------------------------------------------
 
 
+_ZEROED = 1024
+"""Words that are set to zero by one launch."""
+_zeroed: dict[tuple[torch.device, int], list[Tensor]] = {}
+"""Words that nothing has written, by device and stream."""
+_taking = Lock()
+
+
+def zeros(number: int, device: torch.device) -> Tensor:
+    """Return one or two int32 zeros for the atomics of a kernel, without a launch for most calls.
+
+    A launch costs a GPU as much for one word as for many, and each quantised operand needs a word or two. A
+    graph that is being captured sets its own words to zero, since it is replayed.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(number, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    with _taking, torch.inference_mode(False):
+        words = _zeroed.setdefault(key, [])
+        if not words:
+            words[:] = torch.zeros(_ZEROED, dtype=torch.int32, device=device).split(2)
+        return words.pop()[:number]
+
+
+def forget_zeros() -> None:
+    """Forget the words that are left, which are those of a device that is no more."""
+    _zeroed.clear()
+
+
 def amax_both(x: Tensor, signs: int | None) -> Tensor:
     """Return the amax of x [rows, columns], and of x.t() rotated by `signs` (0 without): fp32 [2], or NaN."""
-    bits = torch.zeros(2, dtype=torch.int32, device=x.device)
+    bits = zeros(2, x.device)
     with torch.cuda.device_of(x):
         _compiled().amaxes[_grid(x)](x, signs, bits, *x.shape, COLUMNS, **EXACT)
     return bits.view(torch.float32)

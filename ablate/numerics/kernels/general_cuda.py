@@ -22,6 +22,9 @@ from ablate.numerics.spec import Quant, Select, argument, tag
 
 SIZES = (16, 32, 64, 128)
 """Rotations that the kernel makes: groups of a tile's elements, and whole groups of random bits."""
+WARPS = 8
+"""With 4, MS-EDEN's kernel spills registers."""
+LAUNCH = cuda.EXACT | {"num_warps": WARPS}
 Words = tuple[int, int, int, int]
 """Signs of a rotation: bit r % 32 of word r // 32 is 1 if element r of a group is negated."""
 
@@ -176,26 +179,25 @@ def quantize(
     lines, length = x.shape
     turned = length + -length % (size or 1)
     width = turned + -turned % math.lcm(form.block, GROUP)
-    like = {"device": x.device}
     values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
     scales = None
     if quant.scale is not None:
         scales = _laid(-(-lines // form.rows), width // form.block, down, torch.float32, x.device)
     code, amax = _code(), None
     grid = (-(-lines // code.LINES.value) * -(-width // code.LENGTH.value),)
-    largest = word = torch.zeros((), dtype=torch.int32, **like) if form.outer != "tensor" else None
+    largest = word = cuda.zeros(1, x.device)[0] if form.outer != "tensor" else None
     with torch.cuda.device_of(x):
         if word is None:
             largest = amaxes(memory, form, down, words, grid)
             amax = largest if statistic is None else statistic(largest)
         elif form.outer == "row":
-            amax = torch.empty(lines, 1, dtype=torch.float32, **like)
+            amax = torch.empty(lines, 1, dtype=torch.float32, device=x.device)
             rows = (-(-lines // code.LINES.value),)
-            code.row_amaxes[rows](memory, amax, lines, length, *words, form, down, **cuda.EXACT)
+            code.row_amaxes[rows](memory, amax, lines, length, *words, form, down, **LAUNCH)
         draws = (*cuda.draws(clock), cuda.signed_word(where))
         code.cast[grid](
             memory, values.t() if down else values, scales, amax, word, lines, length, width, *words, *draws,
-            form, down, **cuda.EXACT,
+            form, down, **LAUNCH,
         )  # fmt: skip
     assert largest is not None
     return cuda.Quantized(
@@ -207,9 +209,9 @@ def amaxes(memory: Tensor, form: Description, down: bool, words: Sequence[int], 
     """Return the amax of a copy, fp32 scalar."""
     if not form.turn:
         return cuda.amax_both(memory, None)[0]
-    bits = torch.zeros(2, dtype=torch.int32, device=memory.device)
+    bits = cuda.zeros(2, memory.device)
     lines, length = memory.shape[::-1] if down else memory.shape
-    _code().turned_amaxes[grid](memory, bits, lines, length, *words, form, down, **cuda.EXACT)
+    _code().turned_amaxes[grid](memory, bits, lines, length, *words, form, down, **LAUNCH)
     return bits.view(torch.float32)[1]
 
 

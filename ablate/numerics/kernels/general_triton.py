@@ -7,8 +7,8 @@ lines and LENGTH elements of each along the contraction. With DOWN, lines are co
 read beyond the edges.
 
 The arithmetic is that of the reference (scaling.py, rounding.py, select.py, hadamard.py), operation by
-operation, for tensors that are not finite too. Sums have the reference's order: neither `tl.sum` nor `tl.dot`
-states one. Nothing here knows torch.
+operation, for tensors that are not finite too. Sums have the reference's order, which `tl.dot` and a `tl.sum`
+of more than two do not state. Nothing here knows torch.
 """
 
 import triton
@@ -31,9 +31,10 @@ LINES, LENGTH = tl.constexpr(32), tl.constexpr(128)
 """Tile of a program: whole square blocks, whole groups of a rotation, whole groups of an outer scale."""
 CHANGING = [
     *("outer", "largest", "word0", "word1", "word2", "word3"),
-    *("key0", "key1", "step", "micro_batch", "where"),
+    *("key0", "key1", "step", "micro_batch", "where", "lines"),
 ]
-"""Arguments on whose values nothing is specialised: see nvfp4.CHANGING."""
+"""Arguments on whose values nothing is specialised: see nvfp4.CHANGING. If `lines` were known to be a multiple
+of 16, DOWN would hold eight lines in a thread, whose block scales all threads of a block compute again."""
 
 
 # --- sums and pairs in a given order --------------------------------------------------------------
@@ -51,9 +52,8 @@ def pairs(z, NUMBER: tl.constexpr, DISTANCE: tl.constexpr):
 @triton.jit
 def tree_sum(z, NUMBER: tl.constexpr, LEVELS: tl.constexpr):
     """Add 2^LEVELS elements, NUMBER times: the second half to the first, and so on. Returns [NUMBER]."""
-    for level in tl.static_range(LEVELS):
-        first, second = pairs(z, NUMBER, 1 << LEVELS - 1 - level)
-        z = first + second
+    for level in tl.static_range(LEVELS):  # a sum of two has one order
+        z = tl.sum(tl.reshape(z, (NUMBER, 2, 1 << LEVELS - 1 - level)), axis=1)
     return tl.reshape(z, (NUMBER,))
 
 
@@ -359,13 +359,18 @@ def micro_codes(tiles, most, random, chances, FORM: tl.constexpr):
     y = tl.reshape(float_of(magnitude(tiles)) * reciprocal, (LINES * LENGTH,))
     power = tl.full((LINES * LENGTH,), 1.0, tl.float32)
     for level in tl.static_range(len(FORM.lengths)):
-        number: tl.constexpr = LINES * LENGTH // FORM.lengths[level]
-        parts = tl.reshape(y * inverse(power), (number, FORM.lengths[level]))
-        limit: tl.constexpr = 2.0 ** (len(FORM.lengths) - level)
-        reached = (float_of(tl.max(magnitude(parts), axis=1)) >= limit)[:, None]
-        power = tl.reshape(tl.where(reached, 2.0, 1.0) * tl.reshape(power, parts.shape), (LINES * LENGTH,))
+        power = raised(y, power, FORM.lengths[level], 2.0 ** (len(FORM.lengths) - level))
     power = tl.reshape(power, tiles.shape)
     return elements(tiles * (reciprocal * inverse(power)), random, FORM) * power, made
+
+
+@triton.jit
+def raised(y, power, SIZE: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the powers of elements, twice as large in sub-blocks of SIZE whose largest y reaches LIMIT."""
+    parts = tl.reshape(y * inverse(power), (LINES * LENGTH // SIZE, SIZE))
+    reached = (float_of(tl.max(magnitude(parts), axis=1)) >= LIMIT)[:, None]
+    power = tl.where(reached, 2.0, 1.0) * tl.reshape(power, (LINES * LENGTH // SIZE, SIZE))
+    return tl.reshape(power, (LINES * LENGTH,))
 
 
 @triton.jit
@@ -407,7 +412,7 @@ def block_error(codes, made, tiles, amax, FORM: tl.constexpr):
 # --- kernels --------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["out", *CHANGING[2:6]])
+@triton.jit(do_not_specialize=["out", *CHANGING[2:6], "lines"])
 def turned_amaxes(x, out, lines, length, word0, word1, word2, word3, FORM: tl.constexpr, DOWN: tl.constexpr):
     """Find the amax of x and of x rotated by FORM: its bits, `out` [2], int32 zeros at first."""
     first_line, first = place(length)
@@ -417,7 +422,7 @@ def turned_amaxes(x, out, lines, length, word0, word1, word2, word3, FORM: tl.co
     tl.atomic_max(out + 1, tl.max(tl.max(magnitude(z), axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["row_amax", *CHANGING[2:6]])
+@triton.jit(do_not_specialize=["row_amax", *CHANGING[2:6], "lines"])
 def row_amaxes(
     x, row_amax, lines, length, word0, word1, word2, word3, FORM: tl.constexpr, DOWN: tl.constexpr
 ):  # fmt: skip

@@ -1,29 +1,77 @@
-"""Scale and round the fp32 sums of a product: device code in Triton, launched by cuda.py."""
+"""Device code in Triton, launched by cuda.py: fp32 sums of a product scaled and rounded, operands decoded."""
 
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.nvfp4 import bits_of, nearest_bf16
+from ablate.numerics.kernels.nvfp4 import bits_of, nearest_bf16, to_float
 
 SIZE = 4096
 """Elements of a program."""
 
 
 @triton.jit(do_not_specialize=["first", "second"])
-def scaled(y, out, first, second, divisor, count, SIZE: tl.constexpr):
+def scaled(
+    y, out, first, second, divisor, count, columns,
+    FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Write y times the product's factor, rounded once to bf16, or not if `out` is fp32. The factor is first
     * second / divisor in fp32, in this order, as in `product.alpha`.
 
-    y is fp32, stored without gaps; `out` lies alike, and may be y itself. `first` and `second` are the
-    operands' amaxes, fp32 scalars in memory, `second` None for 1; `divisor` is the product of their divisors.
+    y is fp32 [rows, columns], stored without gaps; `out` lies alike, and may be y itself. `first` and `second`
+    are the operands' amaxes, fp32 in memory: scalars, or one for each row of y, and for each column; None: 1.
+    `divisor` is the product of their divisors; the factor itself if there are no amaxes.
     """
-    numerator = tl.load(first)
-    if second is not None:
-        numerator = numerator * tl.load(second)
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    product = tl.load(y + at, mask=at < count, other=0.0) * tl.div_rn(numerator, divisor)
+    inside = at < count
+    factor = tl.full((1,), divisor, tl.float32)
+    if first is not None or second is not None:
+        numerator = tl.full((1,), 1.0, tl.float32)
+        if first is not None:
+            numerator = numerator * of_product(first, at // columns, inside, FIRST_BY_ROW)
+        if second is not None:
+            numerator = numerator * of_product(second, at % columns, inside, SECOND_BY_ROW)
+        factor = tl.div_rn(numerator, divisor)
+    product = tl.load(y + at, mask=inside, other=0.0) * factor
     if out.dtype.element_ty == tl.bfloat16:
         # By the bits: the interpreter converts neither subnormals nor every NaN. 2^22 makes a NaN quiet.
         bits = bits_of(nearest_bf16(product)) | tl.where(product != product, 0x400000, 0)
         product = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(out + at, product, mask=at < count)
+    tl.store(out + at, product, mask=inside)
+
+
+@triton.jit
+def of_product(amax, number, inside, BY_ROW: tl.constexpr):
+    """Return an operand's amax for each element of a product: that of its row there, or the only one."""
+    if BY_ROW:
+        return tl.load(amax + number, mask=inside, other=1.0)
+    else:
+        return tl.load(amax)
+
+
+@triton.jit(do_not_specialize=["amax"])
+def decoded(
+    values, scales, amax, out, factor, rows, columns, across,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, BY_ROW: tl.constexpr, DOWN: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers that an operand stands for: `quantize.Operand.dequantize`.
+
+    Args:
+        values: code times block scale [rows, columns], stored by rows, or DOWN by columns; `out` lies alike.
+        scales: fp32 [row tiles, `across`], stored as the values; None: the values are not divided by them.
+        amax: fp32 scalar or one BY_ROW; None: 1.
+        factor: 1 / the operand's divisor.
+    """
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < rows.to(tl.int64) * columns
+    row, column = (at % rows, at // rows) if DOWN else (at // columns, at % columns)
+    value = to_float(tl.load(values + at, mask=inside, other=0.0))
+    decode = tl.full((1,), 1.0, tl.float32)
+    if scales is not None:
+        down, along = row // TILE_ROWS, column // TILE_COLUMNS
+        place = along * tl.cdiv(rows, TILE_ROWS) + down if DOWN else down * across + along
+        decode = tl.load(scales + place, mask=inside, other=1.0)
+        value = tl.where(decode == 0, value, tl.div_rn(value, decode))
+    if amax is not None:
+        decode = decode * of_product(amax, row, inside, BY_ROW)
+    tl.store(out + at, value * (decode * factor), mask=inside)

@@ -84,12 +84,14 @@ class Counts(TorchDispatchMode):
         digests = cycle(cuda.TRIAL.values())  # the trial launches run; their bits cannot be right
         cuda.digest = lambda *parts: next(digests)
         self._different, on_gpu.different = on_gpu.different, lambda *form: ""  # there are no bits to compare
+        cuda.forget_zeros()  # which are tensors of another mode
         return super().__enter__()
 
     def __exit__(self, *error):
         torch._C._set_only_lift_cpu_tensors(self._lifted)
         JITFunction.run, cuda.digest = self._run, self._digest
         on_gpu.different = self._different
+        cuda.forget_zeros()
         return super().__exit__(*error)
 
     def launch(self, args: tuple) -> None:

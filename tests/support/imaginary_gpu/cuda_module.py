@@ -82,6 +82,8 @@ def imitate(library: ctypes.CDLL) -> None:
         "get_device_properties": needs(lambda: properties),
         "is_bf16_supported": lambda *args, **kwargs: True,
         "mem_get_info": needs(lambda: (MEMORY, MEMORY)),
+        "current_stream": needs(lambda: SimpleNamespace(cuda_stream=0)),
+        "is_current_stream_capturing": needs(lambda: False),
         "get_rng_state": needs(state),
         "get_rng_state_all": needs(lambda: [state()]),
     }
