@@ -57,6 +57,8 @@ def general(preset: str, slot: str, kernel: str = "cast") -> Build:
 
 BOTH = {"FIRST_STOCHASTIC": True, "SECOND_STOCHASTIC": True}
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
+ONE = {"FIRST_BY_ROW": False, "SECOND_BY_ROW": False}
+DECODED = {"TILE_ROWS": 1, "TILE_COLUMNS": 16, "BY_ROW": False, "DOWN": False, "SIZE": 4096}
 BUILDS = {
     "amax": Build("nvfp4", "amaxes", constants={"signs": None}),
     "amax, rotated too": Build("nvfp4", "amaxes"),
@@ -75,19 +77,19 @@ BUILDS = {
     "count, rotated": Build("order_statistic", "counted", constants=ORDER),
     "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
     "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
-    "scale and round": Build("result", "scaled", "fp32", {"SIZE": 4096}, elements=4096),
+    "scale and round": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, elements=4096),
     **{
         f"general, {preset} {slot}": general(preset, slot)
         for preset, slot in (
             *(("fp8_current", "fprop.x"), ("mxfp8", "dgrad.w"), ("mxfp4_v4", "fprop.w")),
             *(("mxfp4_backward", "wgrad.g"), ("quartet", "fprop.x"), ("quartet2", "fprop.x")),
-            *(("quartet2", "wgrad.x"), ("tetrajet2", "dgrad.g"), ("ue5m3", "wgrad.g")),
-            *(("if4", "fprop.x"), ("hif4", "fprop.w"), ("luq", "dgrad.g"), ("row_scaled", "fprop.x")),
+            *(("quartet2", "wgrad.x"), ("tetrajet2", "dgrad.g"), ("if4", "fprop.x"), ("hif4", "fprop.w")),
         )
     },
     "general, amax of rotated": general("quartet2", "wgrad.x", "turned_amaxes"),
     "general, amaxes of rows": general("row_scaled", "fprop.x", "row_amaxes"),
-    "scale": Build("result", "scaled", "fp32", {"SIZE": 4096}, "fp32", 4096),
+    "scale": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, "fp32", 4096),
+    "decode": Build("result", "decoded", "bf16", DECODED, "fp32", 4096),
 }
 """Every kernel with all that it can do, and the simpler launches of usual recipes."""
 
@@ -105,14 +107,14 @@ def type_of(name: str, build: Build) -> str:
     kind = name.rpartition("_")[2]
     if build.module == "result" and kind in ("y", "out", "first", "second"):
         return "*" + (build.out if kind == "out" else "fp32")
-    pointers = {"x": build.dtype, "values": build.out, "scales": "fp32", "amax": "fp32", "out": "i32"}
-    pointers |= {"outer": "fp32"}
+    pointers = {"x": build.dtype, "scales": "fp32", "amax": "fp32", "out": "i32"}
+    pointers |= {"outer": "fp32", "values": build.dtype if build.module == "result" else build.out}
     pointers |= dict.fromkeys(("counts", "found", "largest"), "i32")
     return (
         f"*{pointers[kind]}"
         if kind in pointers
         else "fp32"
-        if kind in ("top", "headroom", "divisor")
+        if kind in ("top", "headroom", "divisor", "factor")
         else "i32"
     )
 

@@ -180,7 +180,7 @@ def _remembered(
     clock: Clock | None,
 ) -> Tensor:
     """Return the amax that a rule of the history gives; the present one without a history."""
-    current = amaxes.amax()
+    current = amaxes.amax() if amaxes.ndim else amaxes
     if history is None:
         return current
     assert clock is not None

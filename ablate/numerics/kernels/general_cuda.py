@@ -183,8 +183,8 @@ def quantize(
     scales = None
     if quant.scale is not None:
         scales = _laid(-(-lines // form.rows), width // form.block, down, torch.float32, x.device)
-    code, amax = _code(), None
-    grid = (-(-lines // code.LINES.value) * -(-width // code.LENGTH.value),)
+    kernels, amax = code(), None
+    grid = (-(-lines // kernels.LINES.value) * -(-width // kernels.LENGTH.value),)
     largest = word = cuda.zeros(1, x.device)[0] if form.outer != "tensor" else None
     with torch.cuda.device_of(x):
         if word is None:
@@ -192,10 +192,10 @@ def quantize(
             amax = largest if statistic is None else statistic(largest)
         elif form.outer == "row":
             amax = torch.empty(lines, 1, dtype=torch.float32, device=x.device)
-            rows = (-(-lines // code.LINES.value),)
-            code.row_amaxes[rows](memory, amax, lines, length, *words, form, down, **LAUNCH)
+            rows = (-(-lines // kernels.LINES.value),)
+            kernels.row_amaxes[rows](memory, amax, lines, length, *words, form, down, **LAUNCH)
         draws = (*cuda.draws(clock), cuda.signed_word(where))
-        code.cast[grid](
+        kernels.cast[grid](
             memory, values.t() if down else values, scales, amax, word, lines, length, width, *words, *draws,
             form, down, **LAUNCH,
         )  # fmt: skip
@@ -211,7 +211,7 @@ def amaxes(memory: Tensor, form: Description, down: bool, words: Sequence[int], 
         return cuda.amax_both(memory, None)[0]
     bits = cuda.zeros(2, memory.device)
     lines, length = memory.shape[::-1] if down else memory.shape
-    _code().turned_amaxes[grid](memory, bits, lines, length, *words, form, down, **LAUNCH)
+    code().turned_amaxes[grid](memory, bits, lines, length, *words, form, down, **LAUNCH)
     return bits.view(torch.float32)[1]
 
 
@@ -222,7 +222,8 @@ def _laid(rows: int, columns: int, down: bool, dtype: torch.dtype, device: torch
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
-def _code() -> ModuleType:
+def code() -> ModuleType:
+    """Return general_triton.py, which is imported where Triton is there (`cuda.kernels`)."""
     from ablate.numerics.kernels import general_triton
 
     return general_triton

@@ -33,8 +33,8 @@ CHANGING = [
     *("outer", "largest", "word0", "word1", "word2", "word3"),
     *("key0", "key1", "step", "micro_batch", "where", "lines"),
 ]
-"""Arguments on whose values nothing is specialised: see nvfp4.CHANGING. If `lines` were known to be a multiple
-of 16, DOWN would hold eight lines in a thread, whose block scales all threads of a block compute again."""
+"""Arguments on whose values nothing is specialised: see nvfp4.CHANGING. If `lines` were known to be a
+multiple of 16, DOWN would hold eight lines in a thread, whose block scales all threads of a block compute."""
 
 
 # --- sums and pairs in a given order --------------------------------------------------------------
