@@ -129,7 +129,7 @@ def described(quant: Quant, size: int) -> Description:
 
 def pointers(form: Description) -> dict[str, bool]:
     """Return which of the kernel's pointers a form has; the others are None, constants of the compiler."""
-    outer = form.outer in ("tensor", "row")
+    outer = form.outer is not None and form.outer != "block"
     return {"scales": form.scale is not None, "outer": outer, "largest": form.outer != "tensor"}
 
 
