@@ -17,9 +17,9 @@ def scaled(
     """Write y times the product's factor, rounded once to bf16, or not if `out` is fp32. The factor is first
     * second / divisor in fp32, in this order, as in `product.alpha`.
 
-    y is fp32 [rows, columns], stored without gaps; `out` lies alike, and may be y itself. `first` and `second`
-    are the operands' amaxes, fp32 in memory: scalars, or one for each row of y, and for each column; None: 1.
-    `divisor` is the product of their divisors; the factor itself if there are no amaxes.
+    y is fp32 [rows, columns], stored without gaps; `out` lies alike, and may be y itself. The operands'
+    amaxes, `first` and `second`, are fp32 in memory: scalars, or one for each row of y, and for each column;
+    None: 1. `divisor` is the product of their divisors; the factor itself if there are no amaxes.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
