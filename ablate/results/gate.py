@@ -26,7 +26,7 @@ from ablate.training.workloads import abilities
 
 _MOST_DIFFERING = 4
 """Largest number of arms, and of fields, that notes name."""
-_NO_FLOOR = "not known if the model learned: code of your own reports no loss that ignores the input"
+_NO_FLOOR = "not known if the model learned: log `data/context_free_loss`, of a model that ignores its input"
 _LEAST_COVERED = 0.5
 """Share of a model's weights in layers that a recipe quantises, below which every answer says so."""
 
