@@ -52,6 +52,12 @@ def run(command: Callable[[], None]) -> None:
             raise
         print(printable(why), file=sys.stderr)
         sys.exit(BAD_INPUT)
+    except RuntimeError as error:  # CPython 3.11 makes one of a signal within __set_name__, as in an import
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        status, why = interruption(error.__cause__)
+        print(f"{why}.", file=sys.stderr)
+        sys.exit(status)
     finally:
         # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
         # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.

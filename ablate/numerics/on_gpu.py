@@ -137,11 +137,11 @@ def trusted(x: Tensor, quant: Quant, size: int, reference: Reference) -> bool:
     if plain.outer is not None:
         outer = plain.outer.model_copy(update={"statistic": "amax"})
         plain = plain.model_copy(update={"outer": outer})
-    return _trusted(x.device, x.dtype, x.is_contiguous(), plain, size, reference)
+    return agrees(x.device, x.dtype, x.is_contiguous(), plain, size, reference)
 
 
 @cache
-def _trusted(
+def agrees(
     device: torch.device, dtype: torch.dtype, by_rows: bool, quant: Quant, size: int, reference: Reference
 ) -> bool:
     why = different(device, dtype, by_rows, quant, size, reference)

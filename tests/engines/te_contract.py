@@ -219,19 +219,6 @@ WATCHED = {
 OTHERS = {
     "all weights": ("finetune", SHORT | {"model": QWEN3}),
     "adapters": ("finetune", SHORT | {"model": QWEN3, "lora": {"rank": 4}}),
-    "images": (
-        "mae",
-        {
-            "data": "digits",
-            "patch": 2,
-            "layers": 1,
-            "width": 32,
-            "heads": 2,
-            "decoder": {"layers": 1, "width": 64},
-            "augment": {"flip": 0.0},
-        }
-        | {"steps": 3, "batch": 32, "eval_tokens": 512, "eval_batch": 32},
-    ),
     "a guard that falls back": (
         "gpt",
         SHORT | {"layers": 1, "width": 32, "heads": 2, "lr": 0.3, "steps": 7, "guard": WATCHED},

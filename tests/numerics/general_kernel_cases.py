@@ -209,12 +209,12 @@ def test_a_form_whose_bits_differ_is_left_to_the_reference(capsys):
 
     launch = general_cuda.quantize
     for fault, told in ((wrong, "differ"), (broken, "install gcc")):
-        on_gpu._trusted.cache_clear()
+        on_gpu.agrees.cache_clear()
         with mock.patch.object(general_cuda, "quantize", fault):
             for _ in range(2):
                 assert_equal(quantize(x, quant), reference(x.cpu(), quant, None))
         assert capsys.readouterr().err.count(told) == 1
-    on_gpu._trusted.cache_clear()
+    on_gpu.agrees.cache_clear()
     with mock.patch.object(general_cuda, "quantize", wraps=launch) as launched:
         assert_equal(
             quantize(x, quant.model_copy(update={"transform": Transform(mean=True)})), quantize(x, quant)

@@ -702,7 +702,7 @@ def test_a_loss_is_in_nats_where_its_workload_says_so(book):
 
 
 def test_a_loss_of_pixels_is_in_no_nats(tmp_path, monkeypatch):
-    monkeypatch.setitem(add.__globals__, "SPEC", json.dumps({"workload": {"python": {}}}))
+    monkeypatch.setitem(add.__globals__, "SPEC", json.dumps({"workload": {"python": {"steps": 1}}}))
     book = Ledger(tmp_path / "sweeps" / "y" / "ledger.db")
     book.describe(question="Does it?", metric='{"name": "val/loss"}', search="")
     add(book, "bf16", BASE, None)

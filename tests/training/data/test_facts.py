@@ -46,7 +46,7 @@ def test_a_dataset_says_its_commit(monkeypatch):
 
 
 def test_a_password_in_a_place_is_not_told(monkeypatch):
-    monkeypatch.setattr(module, "open_corpus", lambda source: module.Corpus(range(5), range(2), 9, "0", None))
+    monkeypatch.setattr(module, "open_corpus", lambda source: Corpus(range(5), range(2), 9, "0", None))
     told = json.dumps(facts(TextFiles(text="smb://me:secret@disk/books")))
     assert "secret" not in told
     assert "me:***@disk/books" in told
