@@ -60,7 +60,7 @@ def open_checked(path: Path) -> Ledger:
 
 def difference(ledger: Ledger) -> str | None:
     """Return a description of the first difference between a ledger and its seals; None if there is none. A
-    difference in the records of a trial names the trial. What has no seal does not differ (`unverified`)."""
+    difference in the records of a trial names the trial. Parts without seal do not differ (`unverified`)."""
     try:
         if ledger.foreign:  # before the note, since a link has the stamp of the file that it leads to
             return ledger.foreign

@@ -306,9 +306,9 @@ class Store:
         write(self.folder(trial) / f"trunk-{attempt}.json", trunk)
 
     def events(self, trial: str, until: float = math.inf, strict: bool = True) -> Iterator[Event]:
-        """Yield the trial's events through step `until`, by step, including those of its trunks. Of a record
-        that several attempts made, the last counts. A last line torn by a crash is left out. A line that is
-        not what was written raises Damaged, or is skipped without `strict`."""
+        """Yield the trial's events through step `until`, by step, including those of its trunks. If
+        several attempts made a record, the last counts. A last line torn by a crash is left out. A line that
+        is not what was written raises Damaged, or is skipped without `strict`."""
         layers: dict[int, list[tuple[Path, Event]]] = {}
         self._lay(layers, trial, until, strict)
         for step in sorted(layers):

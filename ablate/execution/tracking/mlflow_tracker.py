@@ -342,8 +342,8 @@ class MlflowTracker(Tracker):
         return Shipped(known.arm, known.seed, run, step, over)
 
     def _gaps(self, ledger: Ledger, member: Member, run: str) -> dict[str, list[_Point]]:
-        """Return gaps to the baseline, by run, that can be computed because this member has ended. Of two
-        members that are compared, the one sent last adds the gap; sent twice, it is stored once."""
+        """Return gaps to the baseline, by run, that can be computed because this member has ended. The
+        later one sent of two members that are compared adds the gap; sent twice, it is stored once."""
         found = {}
         for one, step, moment, metrics in runs.gaps(ledger, member, ledger.facts.metric.name):
             own = (one.arm, one.seed) == (member.arm, member.seed)
@@ -391,7 +391,7 @@ class MlflowTracker(Tracker):
         )
 
     def _log_artifacts(self, info: "RunInfo", member: Member) -> None:
-        """Store the resolved spec, the result with its environment, and the trial's own artifacts. What is a
+        """Store the resolved spec, the result with its environment, and the trial's own artifacts. A
         link, a folder or a device in their place is left out: MLflow would get what lies elsewhere."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 

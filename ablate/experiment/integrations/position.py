@@ -44,7 +44,7 @@ class _Open:
 
 
 class Position:
-    """The step or evaluation of a handle that is in progress. What is open when the process ends, or when
+    """The step or evaluation of a handle that is in progress. One that is open when the process ends, or when
     nothing refers to this object any more, is left then: a generator that the interpreter closes at its exit
     would print errors."""
 

@@ -127,7 +127,7 @@ class Python(OwnCode):
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Call the function, and yield a Record for each step of which it logged something. For a forked
-        trial it is called once per window, from `start`. What it logged last there is recorded under the
+        trial it is called once per window, from `start`. Its last metrics there are recorded under the
         window's name. A twin moves the weights of converted models by one ulp before the first step."""
         saved, forks = run.checkpoints.take() if run.checkpoints else None, run.forks
         if forks is None:
