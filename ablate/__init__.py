@@ -17,6 +17,8 @@ Importing this package imports no torch; the functions do when they are called. 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ablate.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ablate.experiment import integrations
     from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from ablate.results.proposal_gate import gate
     from ablate.verification.conformance.run import conform
 
-__version__ = "0.1.0"
 __all__ = [
     "Recipe",
     "conform",

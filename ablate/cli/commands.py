@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ablate import __version__
 from ablate.cli.common import run
 from ablate.cli.option_groups import App
+from ablate.version import __version__
 
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {

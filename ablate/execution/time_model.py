@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ablate import __version__, cache, provenance
+from ablate import cache, provenance
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
 from ablate.experiment.recorded_spec import RecordedSpec
@@ -39,6 +39,7 @@ from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
+from ablate.version import __version__
 
 _MOST_READ = 256
 """Newest results that are read: `plan` must answer within a second, however many trials the state folder has.

@@ -1,6 +1,5 @@
 """Evidence block: what a sweep found, in one snippet to paste into a pull request or a paper's appendix."""
 
-from ablate import __version__
 from ablate.errors import one_line
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.plain_text import html_text, markdown_cell
@@ -14,6 +13,7 @@ from ablate.store.checked_ledger import unverified
 from ablate.store.divergences import divergences
 from ablate.store.judged import Judged
 from ablate.store.registration import registered_text
+from ablate.version import __version__
 
 _MOST_LOST = 3
 """Diverged runs that are listed."""

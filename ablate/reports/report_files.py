@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ablate import __version__
 from ablate.files import Json
 from ablate.reports.notebooks import markdown, page, run
 from ablate.reports.report_about import current, stamp, write_about
@@ -24,6 +23,7 @@ from ablate.results.subject import subject
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.training.workloads import abilities
+from ablate.version import __version__
 
 if TYPE_CHECKING:
     from ablate.results.headline import Headline

@@ -196,7 +196,7 @@ def sent(folder: Path) -> dict[str, str]:
 def test_a_node_of_another_version_runs_nothing_and_one_without_quantisers_slowly_and_both_are_told(
     address, tmp_path
 ):
-    other = customised(tmp_path / "other", "import ablate\nablate.__version__ = '0.0.9'\n")
+    other = customised(tmp_path / "other", "import ablate.version\nablate.version.__version__ = '0.0.9'\n")
     path, state = write(tmp_path, seeds=1, ablate={"rht": [True]}), tmp_path / "state"
     said = r"node \S+ has ablate 0\.0\.9 \(here \S+\): install the same versions on every node, or run the sweep with the cluster's"
     with nodes(address, other | OPEN, sent(tmp_path / "sent") | OPEN):

@@ -21,12 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypedDict
 
-from ablate import __version__, provenance
+from ablate import provenance
 from ablate.execution.messages import Ended, Forked, Message, TrialRequest
 from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.supervisor import HEARTBEAT_SECONDS, Supervisor
 from ablate.numerics.spec import VERSION
 from ablate.store.trial_store import Store
+from ablate.version import __version__
 
 PIECE = 32 << 20
 """Bytes of a file that one call transfers."""
