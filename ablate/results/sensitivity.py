@@ -12,7 +12,7 @@ The idea. Beside each cell's damage stand three numbers that say what it is wort
     first        the largest cell, chosen on half of the seeds and measured on the other half
 
 Only cells of one class are ranked with each other: the damage of fprop and wgrad grows with about the square
-of `times`, that of dgrad more slowly (docs/project/benchmarks.md, by benchmarks/sensitivity_proof.py).
+of `times`, that of dgrad more slowly (experiments/LOG.md, by benchmarks/sensitivity_proof.py).
 
 Source of the shrinkage: B. Efron and C. Morris, "Stein's paradox in statistics", Sci. Am. 236 (1977).
 """
