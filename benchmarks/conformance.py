@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from inspect import getsource
@@ -32,32 +31,34 @@ LONGEST = 160
 """Characters of a block's computation that are kept."""
 MARK = "@@findings "
 """Prefix of the line with the findings in the output of a library's process."""
-COLUMNS, LIBRARIES = 110, 9
-"""Largest width of a table in characters, and of the libraries in one."""
+COLUMNS = 110
+"""Largest width of a table or a line in characters."""
+CODES_SHOWN = 3
+"""Most codes of a block that are shown."""
 RECIPES = {"nvfp4": "NVFP4", "four_over_six": "Four Over Six", "row_scaled": "Row-scaled NVFP4"}
 RECIPES |= {"mxfp4": "MXFP4", "mxfp8": "MXFP8"}
-CODES = {
-    "transformer_engine": "te",
-    "torchao": "ao",
-    "compressed_tensors": "ct",
-    "modelopt": "mo",
-    "fouroversix": "46",
-    "mlx": "ml",
-    "auto_round": "ar",
-    "comfy_kitchen": "ck",
-    "fireworks_prequant": "fw",
-    "qwix": "qx",
-    "qwantize": "qz",
-    "breccia": "br",
-    "quark": "qk",
-    "brevitas": "bv",
-    "neural_compressor": "nc",
-    "gfloat": "gf",
-    "pychop": "pc",
-    "custom_float_quant": "cf",
-    "gguf": "gg",
-}
-"""Libraries in the order of the tables, with the heads of their columns."""
+CODES = (
+    "transformer_engine",
+    "torchao",
+    "compressed_tensors",
+    "modelopt",
+    "fouroversix",
+    "mlx",
+    "auto_round",
+    "comfy_kitchen",
+    "fireworks_prequant",
+    "qwix",
+    "qwantize",
+    "breccia",
+    "quark",
+    "brevitas",
+    "neural_compressor",
+    "gfloat",
+    "pychop",
+    "custom_float_quant",
+    "gguf",
+)
+"""Libraries in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -305,25 +306,27 @@ CAUSES = (
 PREFACE = """\
 # Conformance of public libraries
 
-Do other libraries compute the recipes that they name? Each cast below went through the properties of the
-conformance kit on one CPU; `python benchmarks/conformance.py --examine` repeats it for the installed
-libraries, and without `--examine` it writes this page.
+Do other libraries compute the recipes that they name? Each cast went through the properties of the
+conformance kit on one CPU ({where}).
+`python benchmarks/conformance.py --examine` repeats it for the installed libraries, and without `--examine`
+it writes this page from `benchmarks/conformance.json`, which has every property and its first block.
 
 A difference is not yet a defect. Most are exact ties that another order of operations rounds to the other
-side, or a rule that a library states; both are named [below](#differences). A library is compared with the
-preset of this project, or with its own rule of block scales where the table names one. A defect of the
-examined version has a text for its authors, which was not sent.
+side, or a rule that a library states. A defect of the examined version has a text for its authors, which was
+not sent.
 
 Not here: libraries whose casts need a GPU (fp-quant) or Python 3.12 (xiaotu-moe); those that round numbers to
 a grid and have no block scale (ml_dtypes, jax, torch, onnxruntime); bitsandbytes, whose FP4 is another grid;
 llm-compressor, whose casts are those of compressed-tensors.
 """
 NOTE = """\
-*holds*, *differs*, *reported*: numbers of properties. The rules are of block scales, but for *one level*,
-which is NVFP4 without a tensor scale. Properties that a library has no function for are left out."""
+Numbers of properties that hold and that differ, and in brackets the library's own rule of block scales, by
+which it is judged; *one level* is NVFP4 without a tensor scale. `infinity_visible` is reported, not judged.
+Properties that a library has no function for are left out."""
 LEGEND = """\
-`ok` holds, `<1%` and so on: share of the compared numbers that differ, `no` does not hold, `err` raises,
-`rep` reported, `-` does not apply."""
+All properties but these hold. Behind each is the share of the compared numbers that differ; `no`: it does not
+hold; `err`: the library raises. a is a block's amax, A the tensor's, s the block scale, S = 2688/A. The first
+block that differs has the library's numbers, then the recipe's."""
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -350,38 +353,22 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def overview(findings: dict[str, Any]) -> list[str]:
-    """Return the table of libraries and recipes, with the numbers of properties by outcome."""
+    """Return the table of libraries: by recipe, the numbers of properties that hold and that differ."""
     rows = []
-    for name, code in CODES.items():
-        if name not in findings:
-            continue
-        entry = findings[name]
-        for number, (recipe, part) in enumerate(entry["recipes"].items()):
-            counts = [
+    for name, entry in findings.items():
+        cells = []
+        for recipe in RECIPES:
+            part = entry["recipes"].get(recipe)
+            if part is None:
+                cells.append("")
+                continue
+            holds, differs = (
                 sum(row["outcome"] in kinds for row in part["rows"].values())
-                for kinds in (("pass", "variant"), ("fail",), ("report",))
-            ]
-            first = [code, f"`{name}`", entry["version"], entry["date"]] if number == 0 else ["", "", "", ""]
-            rows.append([*first, f"`{recipe}`", part["change"], *map(str, counts)])
-    return table(
-        ["", "library", "version", "date", "recipe", "its rule", "holds", "differs", "reported"], rows
-    )
-
-
-def by_property(findings: dict[str, Any], recipe: str) -> list[str]:
-    """Return the tables of one recipe: properties down, at most LIBRARIES libraries across."""
-    names = [name for name in CODES if recipe in findings.get(name, {}).get("recipes", {})]
-    lines = []
-    for start in range(0, len(names), LIBRARIES):
-        part = names[start : start + LIBRARIES]
-        columns = [findings[name]["recipes"][recipe]["rows"] for name in part]
-        rows = []
-        for one in columns[0]:
-            cells = [cell(column[one]) for column in columns]
-            if {*cells} != {"-"}:
-                rows.append([f"`{one}`", *cells])
-        lines += table(["property", *(CODES[name] for name in part)], rows)
-    return lines
+                for kinds in (("pass", "variant"), ("fail",))
+            )
+            cells.append(f"{holds}, {differs}" + (f" ({part['change']})" if part["change"] else ""))
+        rows.append([f"`{name}`", entry["version"], *cells])
+    return table(["library", "version", *RECIPES.values()], rows)
 
 
 def explained(findings: dict[str, Any]) -> dict[Cause, list[tuple[str, str, dict[str, Any]]]]:
@@ -410,49 +397,57 @@ def explained(findings: dict[str, Any]) -> dict[Cause, list[tuple[str, str, dict
 
 
 def differences(findings: dict[str, Any]) -> list[str]:
-    """Return the explanations, each with its properties and the first block."""
+    """Return the explanations, each with its properties, their shares, and the first block."""
     lines: list[str] = []
     library = ""
     for cause, rows in explained(findings).items():
         if cause.library != library:
             library = cause.library
-            lines += [f"### {library}", ""]
+            lines += ["", f"### {library}", ""]
         recipes = list(dict.fromkeys(recipe for recipe, _, _ in rows))
-        names = list(dict.fromkeys(f"`{one}`" for _, one, _ in rows))
+        shares: dict[str, dict[str, None]] = {}
+        for _, one, row in rows:
+            shares.setdefault(one, {})[cell(row)] = None
+        names = [f"`{one}` {', '.join(found)}" for one, found in shares.items()]
         where = ", ".join(RECIPES[recipe] for recipe in recipes)
-        item = f"- {where}. {cause.text} In {', '.join(names)}."
-        lines += textwrap.wrap(item, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+        item = f"- {where}. {cause.text} In {'; '.join(names)}."
         shown = [row for recipe, one, row in rows if cause.shown in (None, (recipe, one))]
         block = next((row["block"] for row in shown if any(row.get("block", [""])[1:])), None)
-        if block:
-            lines += ["", "  ```text", *(f"  {line}" for line in drawn(block)), "  ```"]
-        lines.append("")
+        item += f" {first(block)}" if block else ""
+        lines += textwrap.wrap(item, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 
-def drawn(block: list[str]) -> Iterator[str]:
-    """Yield a block in lines of at most COLUMNS characters: its place and both computations."""
-    place, recipe, library = block
-    for head, text in (("", place), ("recipe:  ", recipe), ("library: ", library)):
-        if text:
-            yield from textwrap.wrap(head + text, COLUMNS - 2, subsequent_indent=" " * 9)
+def first(block: list[str]) -> str:
+    """Return the scale and the first codes in which a block of a library differs from the recipe's.
+
+    Computations are `..., scale 4 (0x7f); codes 1 2 3`, cut off after LONGEST characters.
+    """
+    place, *computed = block
+    scales, codes = zip(*(scale_and_codes(text) for text in computed), strict=True)
+    texts = [f"scale {scales[1]}, not {scales[0]}"] if scales[0] != scales[1] else []
+    pairs = [pair for pair in zip(codes[1], codes[0], strict=False) if pair[0] != pair[1]][:CODES_SHOWN]
+    if pairs:
+        texts.append("codes {}, not {}".format(*(" ".join(column) for column in zip(*pairs, strict=True))))
+    return f"First, {place}: {'; '.join(texts)}." if texts else ""
+
+
+def scale_and_codes(text: str) -> tuple[str, list[str]]:
+    """Return the scale of a block's computation and its codes, the last one left out if it may be cut."""
+    head, _, codes = text.partition("; codes ")
+    whole = codes.rpartition(" ")[0] if len(text) == LONGEST else codes
+    return head.rpartition("scale ")[2].partition(" ")[0], whole.split()
 
 
 def page() -> str:
     """Return the page."""
-    findings = json.loads(FINDINGS.read_text())
-    lines = [PREFACE, "## Libraries", "", *overview(findings)]
-    lines += [NOTE, ""]
-    lines += ["## By property", ""]
-    lines += [LEGEND, ""]
-    for recipe, title in RECIPES.items():
-        lines += [f"### {title}", "", *by_property(findings, recipe)]
-    lines += ["## Differences", ""]
-    lines += [
-        "a is a block's amax, A the tensor's, s the block scale, S = 2688/A. The block is the first one.",
-        "",
-    ]
-    return "\n".join([*lines, *differences(findings)]).rstrip() + "\n"
+    kept = json.loads(FINDINGS.read_text())
+    findings = {name: kept[name] for name in CODES if name in kept}
+    days = sorted({entry["date"] for entry in findings.values()})
+    runs = sorted({f"Python {entry['python']}, torch {entry['torch']}" for entry in findings.values()})
+    preface = PREFACE.format(where="; ".join([*dict.fromkeys((days[0], days[-1])), *runs]))
+    lines = [preface, "## Libraries", "", *overview(findings), NOTE, "", "## Differences", "", LEGEND]
+    return "\n".join([*lines, *differences(findings)]) + "\n"
 
 
 # --- the findings ---------------------------------------------------------------------------------
