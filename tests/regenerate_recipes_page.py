@@ -1,7 +1,7 @@
 """Write docs/reference/recipes.md from the presets and the short knobs. `make pages`; tests/recipes/test_recipes_page.py checks it."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ablate.numerics.spec import Quant
@@ -11,52 +11,63 @@ from ablate.recipes.recipe_text import EQUATIONS, block_scale, extras, outer_sca
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipes.md"
 INTRODUCTION = """# Recipes
 
-This page is generated (`make pages`). A recipe says how each operand of the three products of a linear layer is quantised, in
-which layers, and until when. `ablate recipe show NAME` prints one, `ablate recipe diff A B` compares two. [numerics.md](numerics.md)
-defines what the words in the tables compute. `x` are activations, `w` weights and `g` output gradients.
+This page is generated (`make pages`). `ablate recipe show NAME` prints a recipe, `ablate recipe diff A B` compares two. `x` are
+activations, `w` weights and `g` output gradients. A line has operands (or *all*), then element, block and block scale, outer scale,
+rounding, and what else is done to them; what is not named is not there. [Numerics](numerics.md) defines the words. Products without
+a line are not rotated, and rounded once to bf16.
 
 Every preset treats [experts](experiment.md#experts) as Megatron-LM does, which builds them of Transformer Engine's GroupedLinear:
 each has scales of its own, gate and up are one matrix, and zeros pad its tokens.
 """
-HEADER = "| operand | element | block | block scale | outer scale | rounding | more |\n|---|---|---|---|---|---|---|"
 
 
-def operand(slot: str, quant: Quant | None, dtype: str) -> str:
-    """Return the row of one operand."""
+def cast(quant: Quant | None, dtype: str) -> str:
+    """Return what is done to one operand."""
     if quant is None:
-        return f"| `{slot}` | {dtype} | | | | | |"
-    cells = (quant.element, quant.block or "", block_scale(quant), outer_scale(quant), rounding(quant))
-    return f"| `{slot}` | {' | '.join(cells)} | {', '.join(extras(quant))} |"
+        return dtype
+    blocks = f"{quant.block} {block_scale(quant)}" if quant.block else ""
+    outer = outer_scale(quant)
+    parts = (quant.element, blocks, "" if outer == "none" else outer, rounding(quant), *extras(quant))
+    return ", ".join(part for part in parts if part)
 
 
-def preset(name: str, recipe: Recipe) -> Iterator[str]:
+def products(recipe: Recipe, earlier: Mapping[str, Recipe]) -> Iterator[str]:
+    """Yield lines of the products that are special, and of operands by their cast; or the preset with the same ones."""
+    same = next((name for name, other in earlier.items() if other.products == recipe.products), None)
+    if same is not None:
+        yield f"- products: those of [{same}](#{same})"
+        return
+    for product in EQUATIONS:
+        one = getattr(recipe, product)
+        if outline(one) != outline(type(one)()):
+            yield f"- {product}: {outline(one)}"
+    groups: dict[str, list[str]] = {}
+    for product in EQUATIONS:
+        for letter in getattr(recipe, product).operands:
+            slot = f"{product}.{letter}"
+            groups.setdefault(cast(recipe.slot(slot), recipe.dtype), []).append(slot)
+    for text, slots in groups.items():
+        yield f"- {'all' if len(groups) == 1 else ', '.join(f'`{slot}`' for slot in slots)}: {text}"
+
+
+def preset(name: str, recipe: Recipe, earlier: Mapping[str, Recipe]) -> Iterator[str]:
     """Yield the section of one preset: its docstring with the source, its products, and where and when it differs."""
     yield f"\n## {name}\n"
     yield inspect.getdoc(PRESETS[name])
-    if not recipe.products.plain:
-        yield "\n" + "\n".join(
-            f"- `{equation}` ({product}): {outline(getattr(recipe, product))}"
-            for product, equation in EQUATIONS.items()
-        )
-        yield "\n" + HEADER
-        for product in EQUATIONS:
-            for letter in getattr(recipe, product).operands:
-                slot = f"{product}.{letter}"
-                yield operand(slot, recipe.slot(slot), recipe.dtype)
-    if lines := [f"- {line}" for line in rest(recipe)]:
+    lines = [] if recipe.products.plain else [*products(recipe, earlier)]
+    if lines := [*lines, *(f"- {line}" for line in rest(recipe))]:
         yield "\n" + "\n".join(lines)
 
 
 def page() -> str:
     """Return the page: every preset, then every short knob with the paths that it sets in preset `nvfp4`."""
-    lines = [
-        INTRODUCTION
-        + "\n"
-        + " ·\n".join(f"[{name}](#{name})" for name in PRESETS)
-        + " ·\n[short knobs](#short-knobs)"
-    ]
+    lines = [INTRODUCTION.rstrip()]
+    earlier: dict[str, Recipe] = {}
     for name, build in PRESETS.items():
-        lines += preset(name, build())
+        recipe = build()
+        lines += preset(name, recipe, earlier)
+        if not recipe.products.plain:
+            earlier[name] = recipe
     lines += [
         "\n## Short knobs\n",
         "A short knob sets full paths below `recipe.`; the paths shown are those in preset `nvfp4`.",
