@@ -11,7 +11,6 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from ablate.experiment.schema import ExperimentFile, Growth, Metric, json_schema
-from ablate.recipes import KNOBS, Recipe
+from ablate.recipes import Recipe
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
@@ -28,27 +27,13 @@ PAGE = Path(__file__).parent / "reference" / "experiment.md"
 PREFACE = """\
 # Experiment reference
 
-Every key of an experiment file, generated from the schema by `make pages`. Learn by example in the
-[tutorial](../learn/tutorial.md); look up a key here. An editor that reads `experiments/schema.json` checks
-and completes the same keys: put `# yaml-language-server: $schema=schema.json` into the first line of a file
-in that folder.
+Every key of an experiment file, generated from the schema by `make pages`; defaults are in brackets. Begin
+with the [example](../../README.md#your-own-question). An editor checks and completes the same keys with
+`# yaml-language-server: $schema=schema.json` in the first line of a file in `experiments/`.
 
 The file is YAML 1.2: booleans are `true` and `false` (`on` and `yes` are strings), and a key that stands
 twice is an error. An unknown key or an impossible value is refused before anything runs, with file, line,
 column, reason and the nearest right word.
-
-```yaml
-schema: 1
-question: Does stochastic rounding of the gradient still pay once wgrad is rotated?
-workload: {gpt: {layers: 4, width: 128, steps: 300, lr: 3.0e-3}}
-recipe: nvfp4
-ablate:
-  rht: [true, false]
-  recipe.wgrad.g.rounding: [stochastic, nearest]
-against: bf16
-seeds: 5
-metric: {name: val/loss, direction: minimize, min_effect: 0.005}
-```
 
 ## Arms: `ablate` or `arms`
 
@@ -78,12 +63,12 @@ makes that arm the baseline of all others.
 
 | workload | what it trains | main metric |
 |---|---|---|
-| [`gpt`](#gpt) | a decoder from scratch: this package's, or a configuration of transformers | `val/loss` |
-| [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
-| [`tensors`](#tensors) | nothing: distributions or captured tensors go through quantisers | errors |
-| [`python`](#python) | your training function ([tutorial](../learn/tutorial.md), 11) | what it logs |
-| [`command`](#command) | any command: [a training process](../use/command_workload.md) | what it logs |
-| [`idle`](#idle) | nothing, to try a cluster | `val/loss` |
+| `gpt` | a decoder from scratch: this package's, or a configuration of transformers | `val/loss` |
+| `finetune` | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
+| `tensors` | nothing: distributions or captured tensors go through quantisers | errors |
+| `python` | your training function ([tutorial](../learn/tutorial.md), 11) | what it logs |
+| `command` | any command: [a training process](../use/command_workload.md) | what it logs |
+| `idle` | nothing, to try a cluster | `val/loss` |
 
 Recipes apply to every `nn.Linear` and every matrix of packed experts in a model's numbered blocks;
 [layer rules](layers.md) select among them. Attention's projections are layers, QK^T and PV are not.
@@ -159,16 +144,21 @@ TEXTS = {
 """Explanations of fields that have no docstring in the code, by `Class.field` or by the field alone."""
 
 
-@cache
-def knob_table() -> str:
-    """Return the short knobs of recipes and workloads as a Markdown table."""
-    rows = ["| knob | values | what it turns | full paths |", "|---|---|---|---|"]
-    for name, knob in KNOBS.items():
-        paths = "<br>".join(f"`recipe.{path}`" for path in knob.shown())
-        rows.append(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
-    for name, text in WORKLOAD_KNOBS.items():
-        rows.append(f"| `{name}` | those of the field | {text} | `workload.{name}` |")
-    return "\n".join(rows)
+GROUPS = {
+    "gpt and finetune": ("gpt", "finetune"),
+    "python and command": ("python", "command"),
+    "Texts": ("PreparedText", "Shards", "TextFiles", "HubText"),
+    "Fprop, Dgrad and Wgrad": ("Fprop", "Dgrad", "Wgrad"),
+}
+"""Models with fields in common, which stand in one table, by its heading."""
+SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+OWN_WORDS = {"ablate": "mapping", "workload": "mapping", "recipe": "text or mapping"}
+"""Values of keys whose schema is too long for a cell."""
+
+
+def knob_list() -> str:
+    """Return the short knobs of the workloads as Markdown."""
+    return ", ".join(f"`{name}`" for name in WORKLOAD_KNOBS)
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
@@ -199,7 +189,8 @@ def subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 def link(name: str) -> str:
     """Return a link to the section of a model; a workload's class has the section of the workload."""
     title = name.lower() if name.lower() in WORKLOADS else name
-    return f"[{title}](#{name.lower()})"
+    heading = next((heading for heading, names in GROUPS.items() if title in names), title)
+    return f"[{title}](#{heading.lower().replace(',', '').replace(' ', '-')})"
 
 
 def values(schema: dict[str, Any]) -> str:
@@ -212,22 +203,24 @@ def values(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value).strip(chr(34))}`" for value in schema["enum"])
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return " or ".join(dict.fromkeys(values(part) for part in schema[several]))
+            parts = [part for part in schema[several] if part != {"type": "null"} or not optional(schema)]
+            return " or ".join(dict.fromkeys(values(part) for part in parts))
     kind = schema.get("type", "any")
     if kind == "array":
         parts = schema.get("prefixItems")
         return f"list of {' and '.join(map(values, parts)) if parts else values(schema.get('items', {}))}"
     if kind == "object":
         return link(schema["title"]) if "properties" in schema and "title" in schema else "mapping"
-    limits = {
-        "minimum": "at least",
-        "exclusiveMinimum": "above",
-        "maximum": "at most",
-        "exclusiveMaximum": "below",
-    }
-    limited = [f"{text} {number(schema[key])}" for key, text in limits.items() if key in schema]
-    names = {"boolean": "`true`, `false`", "null": "`null`", "string": "text"}
-    return names.get(kind, kind) + (f", {', '.join(limited)}" if limited else "")
+    limits = [f"{sign} {number(schema[key])}" for key, sign in SIGNS.items() if key in schema]
+    if {"minimum", "maximum"} <= schema.keys():
+        limits = [f"{number(schema['minimum'])} to {number(schema['maximum'])}"]
+    name = {"null": "`null`", "string": "text"}.get(kind, kind)
+    return f"{name} {', '.join(limits)}".rstrip()
+
+
+def optional(schema: dict[str, Any]) -> bool:
+    """Return True if null is the default of a field, so that it need not stand among the values."""
+    return "default" in schema and schema["default"] is None
 
 
 def number(value: float) -> str:
@@ -237,26 +230,31 @@ def number(value: float) -> str:
 
 
 def default(name: str, schema: dict[str, Any], required: Iterable[str]) -> str:
-    """Return the default of a field as a cell of a table."""
+    """Return the default of a field behind its values: in brackets, or `required`."""
     if name in required:
-        return "required"
+        return ", required"
     value = schema.get("default")
     if isinstance(value, dict) or "default" not in schema:
-        return "its defaults" if value else ""
-    return f"`{json.dumps(value).strip(chr(34))}`"
+        return ""
+    return f" (`{json.dumps(value).strip(chr(34))}`)"
 
 
-def table(schema: dict[str, Any], model: type[BaseModel] | None) -> str:
-    """Return the table of a model's fields."""
-    rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
+def rows(schema: dict[str, Any], model: type[BaseModel] | None) -> Iterator[tuple[str, str, str]]:
+    """Yield key, values with the default, and meaning of each field of a model."""
     texts = docstrings(model) if model else {}
     names = {field.alias or name: name for name, field in model.model_fields.items()} if model else {}
     for key, field in schema["properties"].items():
         text = texts.get(names.get(key, key)) or explanation(model, key)
-        allowed = "mapping" if key in ("ablate", "workload") else values(field)
-        cells = (f"`{key}`", allowed, default(key, field, schema.get("required", ())), text)
-        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(rows)
+        allowed = OWN_WORDS.get(key) or values(field)
+        cells = (f"`{key}`", allowed + default(key, field, schema.get("required", ())), text)
+        yield tuple(cell.replace("|", r"\|") for cell in cells)  # type: ignore[misc]
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Return a table."""
+    head = list(head)
+    body = ["| " + " | ".join(line) + " |" for line in (head, *lines)]
+    return "\n".join([body[0], "|" + "---|" * len(head), *body[1:]])
 
 
 def explanation(model: type[BaseModel] | None, key: str) -> str:
@@ -271,10 +269,10 @@ def explanation(model: type[BaseModel] | None, key: str) -> str:
     return " ".join(next((text for text in texts if text), "").split())
 
 
-def section(name: str, schema: dict[str, Any], level: int = 3) -> str:
-    """Return the section of one model: its heading, what it is, its fields."""
+def model_of(name: str, schema: dict[str, Any]) -> type[BaseModel] | None:
+    """Return the class that a schema is of."""
     fields = set(schema.get("properties", {}))
-    model = WORKLOADS.get(name) or next(
+    return WORKLOADS.get(name) or next(
         (
             child
             for child in subclasses(BaseModel)
@@ -284,9 +282,38 @@ def section(name: str, schema: dict[str, Any], level: int = 3) -> str:
         ),
         None,
     )
-    text = " ".join(schema.get("description", "").split())
-    body = table(schema, model) if fields else f"Values: {values(schema)}." if "enum" in schema else ""
-    return "\n\n".join(part for part in (f"{'#' * level} {name}", text, body) if part)
+
+
+def section(name: str, parts: dict[str, dict[str, Any]], said: set[str]) -> str:
+    """Return the section of a model, or of models in one table: its heading, what it is, its fields.
+
+    A description that stands in a row above is not said again.
+    """
+    names = GROUPS.get(name, (name,))
+    texts = []
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for each in names:
+        text = " ".join(parts[each].get("description", "").split())
+        if text not in said:
+            texts.append(f"- `{each}`: {text}" if len(names) > 1 else text)
+        if "enum" in parts[each]:
+            texts.append(f"Values: {values(parts[each])}.")
+        for row in rows(parts[each], model_of(each, parts[each])) if "properties" in parts[each] else ():
+            owners.setdefault(row, []).append(each)
+    said.update(meaning for _, _, meaning in owners)
+    lines = [
+        (key if len(of) == len(names) else f"{key} ({', '.join(of)})", *rest)
+        for (key, *rest), of in owners.items()
+    ]
+    body = table(("key", "values", "meaning"), lines) if lines else ""
+    return "\n\n".join(part for part in (f"### {name}", "\n".join(texts), body) if part)
+
+
+def sections(names: Iterable[str], parts: dict[str, dict[str, Any]], said: set[str]) -> Iterator[str]:
+    """Yield the sections of models; those of a group stand together, at the place of the first."""
+    headings = {each: heading for heading, several in GROUPS.items() for each in several}
+    for heading in dict.fromkeys(headings.get(name, name) for name in names):
+        yield section(heading, parts, said)
 
 
 def page() -> str:
@@ -295,24 +322,25 @@ def page() -> str:
     parts = schema["$defs"] | {model.__name__: model.model_json_schema() for model in (Metric, Growth)}
     first = ["Metric", "Growth", "Search", "Constraint", "Published", "Budget", "Resources", "Telemetry"]
     rest = [name for name in parts if name not in first and name.lower() not in WORKLOADS]
+    of_file = list(rows(schema, ExperimentFile))
+    said = {meaning for _, _, meaning in of_file}
+    fields = recipe["$defs"] | {"Recipe": recipe}
     blocks = [
         PREFACE.rstrip(),
         "## Keys of the file",
-        table(schema, ExperimentFile),
-        *(section(name, parts[name]) for name in first),
+        table(("key", "values", "meaning"), of_file),
+        *sections(first, parts, said),
         "## Fields of the workloads",
-        *(section(name, parts[name]) for name in WORKLOADS),
+        *sections(WORKLOADS, parts, said),
         "## Parts of the workloads",
-        *(section(name, parts[name]) for name in rest),
+        *sections(rest, parts, said),
         "## Knobs",
-        "Short names for usual combinations of full paths. A short name of a workload's field is the same\n"
-        "knob as its full path, in workloads that have the field: the same arms, the same trials.",
-        knob_table(),
+        "Short names for usual combinations of full paths: [of a recipe](recipes.md#short-knobs); of a\n"
+        f"workload {knob_list()}. A field's short name and its full path are one knob.",
         "## Fields of a recipe",
         "Full paths begin with `recipe.`: `recipe.wgrad.hadamard.size`, `recipe.fprop.x.range.headroom`.\n"
         "What each part computes: [numerics](numerics.md); what the presets set: [recipes](recipes.md).",
-        section("Recipe", recipe),
-        *(section(name, part) for name, part in recipe["$defs"].items()),
+        *sections(["Recipe", *recipe["$defs"]], fields, said),
     ]
     return "\n\n".join(blocks) + "\n"
 
