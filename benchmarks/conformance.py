@@ -324,7 +324,7 @@ Numbers of properties that hold and that differ, and in brackets the library's o
 which it is judged; *one level* is NVFP4 without a tensor scale. `infinity_visible` is reported, not judged.
 Properties that a library has no function for are left out."""
 LEGEND = """\
-All properties but these hold. Behind each is the share of the compared numbers that differ; `no`: it does not
+All properties but these hold. Behind them is the share of the compared numbers that differ; `no`: it does not
 hold; `err`: the library raises. a is a block's amax, A the tensor's, s the block scale, S = 2688/A. The first
 block that differs has the library's numbers, then the recipe's."""
 
@@ -408,7 +408,10 @@ def differences(findings: dict[str, Any]) -> list[str]:
         shares: dict[str, dict[str, None]] = {}
         for _, one, row in rows:
             shares.setdefault(one, {})[cell(row)] = None
-        names = [f"`{one}` {', '.join(found)}" for one, found in shares.items()]
+        alike: dict[str, list[str]] = {}
+        for one, found in shares.items():
+            alike.setdefault(", ".join(found), []).append(f"`{one}`")
+        names = [f"{', '.join(several)} {share}" for share, several in alike.items()]
         where = ", ".join(RECIPES[recipe] for recipe in recipes)
         item = f"- {where}. {cause.text} In {'; '.join(names)}."
         shown = [row for recipe, one, row in rows if cause.shown in (None, (recipe, one))]

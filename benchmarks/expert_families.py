@@ -405,10 +405,9 @@ def measured(family: str) -> Row:
 
 _HEAD = """# Mixtures of experts
 
-Experts whose weights one tensor holds are layers like others: `model.layers.0.mlp.experts.3.gate_up` and
-`.down`. Layer rules, telemetry, alarms and maps see each of them. An expert has scales of
-its own, and blocks and rotations do not cross its tokens; one without tokens is not multiplied. Routers stay
-in high precision.
+Experts whose weights one tensor holds are layers like others, `model.layers.0.mlp.experts.3.gate_up` and
+`.down`, for layer rules, telemetry, alarms and maps. An expert has scales of its own, and blocks and
+rotations do not cross its tokens; one without tokens is not multiplied. Routers stay in high precision.
 
 - The package's transformer has them by `gpt: {{experts: {{count: 8, top_k: 2}}}}`; a model of transformers
   by `gpt: {{model: {{model_type: qwen3_moe, ...}}}}`, `finetune` or, in your own loop, `ablate.convert`.
@@ -427,12 +426,13 @@ See how much of a model of `transformers` {version} a recipe reaches. Made by
 `python benchmarks/expert_families.py`.
 
 The columns are shares of the weights of all matrices, without embeddings and convolutions, of the model that
-a family's configuration class describes: in nn.Linear, and with packed experts. Small models in bf16 that
-were converted with the recipe `bf16` have the loss and the gradients of plain ones, bit for bit, with
-`grouped_mm`, the default, and with `eager`.{exceptions}
+a family's configuration class describes: in nn.Linear, and with packed experts. In brackets is a special
+layout; left in high precision is the router of each family, too. Small models in bf16 that were converted
+with the recipe `bf16` have the loss and the gradients of plain ones, bit for bit, with `grouped_mm`, the
+default, and with `eager`.{exceptions}
 
-| family | parameters | nn.Linear | and experts | layout | left in high precision |
-|---|---|---|---|---|---|
+| family | parameters | nn.Linear | and experts | left in high precision |
+|---|---|---|---|---|
 """
 _WHY = """
 ## What is left
@@ -467,7 +467,7 @@ def page(rows: dict[str, Row]) -> str:
     lines = [_HEAD.format(version=inside[0].version, exceptions=different)]
     for row in inside:
         flags = ", ".join(each for each in row.layout if each[0].islower())
-        lines.append(f"{_shares(row)} {flags} | {', '.join(_left(row))} |\n")
+        lines.append(f"{_shares(row, flags)} {', '.join(_left(row))} |\n")
     reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in inside:
         for kind, (_, reason) in row.left.items():
@@ -485,14 +485,16 @@ def page(rows: dict[str, Row]) -> str:
     return "".join(lines)
 
 
-def _shares(row: Row) -> str:
+def _shares(row: Row, flags: str = "") -> str:
     size = f"{row.billions:,.0f} B" if row.billions >= 10 else f"{row.billions:.1f} B"
-    return f"| {row.family} | {size} | {row.linears:.1%} | {row.linears + row.experts:.1%} |"
+    family = f"{row.family} ({flags})" if flags else row.family
+    return f"| {family} | {size} | {row.linears:.1%} | {row.linears + row.experts:.1%} |"
 
 
 def _left(row: Row) -> Iterator[str]:
     for kind, (share, _) in row.left.items():
-        yield f"{kind} {share:.1%}" if share >= 0.0005 else kind
+        if share >= 0.0005 or kind != "router":
+            yield f"{kind} {share:.1%}" if share >= 0.0005 else kind
 
 
 # --- rows -------------------------------------------------------------------------------------------

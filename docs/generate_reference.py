@@ -27,7 +27,7 @@ PAGE = Path(__file__).parent / "reference" / "experiment.md"
 PREFACE = """\
 # Experiment reference
 
-Every key of an experiment file, generated from the schema by `make pages`; defaults are in brackets. Begin
+Every key of an experiment file, generated from the schema by `make pages`; a row has key, values and (default). Begin
 with the [example](../../README.md#your-own-question). An editor checks and completes the same keys with
 `# yaml-language-server: $schema=schema.json` in the first line of a file in `experiments/`.
 
@@ -239,22 +239,20 @@ def default(name: str, schema: dict[str, Any], required: Iterable[str]) -> str:
     return f" (`{json.dumps(value).strip(chr(34))}`)"
 
 
-def rows(schema: dict[str, Any], model: type[BaseModel] | None) -> Iterator[tuple[str, str, str]]:
-    """Yield key, values with the default, and meaning of each field of a model."""
+def rows(schema: dict[str, Any], model: type[BaseModel] | None) -> Iterator[tuple[str, str]]:
+    """Yield key, values and default of each field of a model, and its meaning."""
     texts = docstrings(model) if model else {}
     names = {field.alias or name: name for name, field in model.model_fields.items()} if model else {}
     for key, field in schema["properties"].items():
         text = texts.get(names.get(key, key)) or explanation(model, key)
         allowed = OWN_WORDS.get(key) or values(field)
-        cells = (f"`{key}`", allowed + default(key, field, schema.get("required", ())), text)
-        yield tuple(cell.replace("|", r"\|") for cell in cells)  # type: ignore[misc]
+        what = f"`{key}`: {allowed}{default(key, field, schema.get('required', ()))}"
+        yield what.replace("|", r"\|"), text.replace("|", r"\|")
 
 
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
-    head = list(head)
-    body = ["| " + " | ".join(line) + " |" for line in (head, *lines)]
-    return "\n".join([body[0], "|" + "---|" * len(head), *body[1:]])
+def table(lines: Iterable[tuple[str, str]]) -> str:
+    """Return the table of a model's fields."""
+    return "\n".join(["| key | meaning |", "|---|---|", *(f"| {a} | {b} |" for a, b in lines)])
 
 
 def explanation(model: type[BaseModel] | None, key: str) -> str:
@@ -291,7 +289,7 @@ def section(name: str, parts: dict[str, dict[str, Any]], said: set[str]) -> str:
     """
     names = GROUPS.get(name, (name,))
     texts = []
-    owners: dict[tuple[str, str, str], list[str]] = {}
+    owners: dict[tuple[str, str], list[str]] = {}
     for each in names:
         text = " ".join(parts[each].get("description", "").split())
         if text not in said:
@@ -300,12 +298,12 @@ def section(name: str, parts: dict[str, dict[str, Any]], said: set[str]) -> str:
             texts.append(f"Values: {values(parts[each])}.")
         for row in rows(parts[each], model_of(each, parts[each])) if "properties" in parts[each] else ():
             owners.setdefault(row, []).append(each)
-    said.update(meaning for _, _, meaning in owners)
+    said.update(meaning for _, meaning in owners)
     lines = [
-        (key if len(of) == len(names) else f"{key} ({', '.join(of)})", *rest)
-        for (key, *rest), of in owners.items()
+        (what if len(of) == len(names) else what.replace(":", f" ({', '.join(of)}):", 1), meaning)
+        for (what, meaning), of in owners.items()
     ]
-    body = table(("key", "values", "meaning"), lines) if lines else ""
+    body = table(lines) if lines else ""
     return "\n\n".join(part for part in (f"### {name}", "\n".join(texts), body) if part)
 
 
@@ -323,12 +321,12 @@ def page() -> str:
     first = ["Metric", "Growth", "Search", "Constraint", "Published", "Budget", "Resources", "Telemetry"]
     rest = [name for name in parts if name not in first and name.lower() not in WORKLOADS]
     of_file = list(rows(schema, ExperimentFile))
-    said = {meaning for _, _, meaning in of_file}
+    said = {meaning for _, meaning in of_file}
     fields = recipe["$defs"] | {"Recipe": recipe}
     blocks = [
         PREFACE.rstrip(),
         "## Keys of the file",
-        table(("key", "values", "meaning"), of_file),
+        table(of_file),
         *sections(first, parts, said),
         "## Fields of the workloads",
         *sections(WORKLOADS, parts, said),

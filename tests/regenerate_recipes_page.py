@@ -14,7 +14,7 @@ INTRODUCTION = """# Recipes
 This page is generated (`make pages`). `ablate recipe show NAME` prints a recipe, `ablate recipe diff A B` compares two. `x` are
 activations, `w` weights and `g` output gradients. A line has operands (or *all*), then element, block and block scale, outer scale,
 rounding, and what else is done to them; what is not named is not there. [Numerics](numerics.md) defines the words. Products without
-a line are not rotated, and rounded once to bf16.
+a line are not rotated, and rounded once to bf16, dw too.
 
 Every preset treats [experts](experiment.md#experts) as Megatron-LM does, which builds them of Transformer Engine's GroupedLinear:
 each has scales of its own, gate and up are one matrix, and zeros pad its tokens.
@@ -37,10 +37,13 @@ def products(recipe: Recipe, earlier: Mapping[str, Recipe]) -> Iterator[str]:
     if same is not None:
         yield f"- products: those of [{same}](#{same})"
         return
+    special: dict[str, list[str]] = {}
     for product in EQUATIONS:
         one = getattr(recipe, product)
-        if outline(one) != outline(type(one)()):
-            yield f"- {product}: {outline(one)}"
+        changed = set(outline(one).split("; ")) - set(outline(type(one)()).split("; "))
+        if changed:
+            special.setdefault("; ".join(sorted(changed)), []).append(product)
+    yield from (f"- {', '.join(names)}: {text}" for text, names in special.items())
     groups: dict[str, list[str]] = {}
     for product in EQUATIONS:
         for letter in getattr(recipe, product).operands:
