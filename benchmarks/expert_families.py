@@ -431,8 +431,8 @@ layout; left in high precision is the router of each family, too. Small models i
 with the recipe `bf16` have the loss and the gradients of plain ones, bit for bit, with `grouped_mm`, the
 default, and with `eager`.{exceptions}
 
-| family | parameters | nn.Linear | and experts | left in high precision |
-|---|---|---|---|---|
+| family | 10^9 parameters | nn.Linear, and experts | left in high precision |
+|---|---|---|---|
 """
 _WHY = """
 ## What is left
@@ -446,8 +446,8 @@ _OTHERS = """
 A recipe applies to experts that describe their layout, and to Llama 4's. It leaves others in high precision,
 and `print(run)` names them.
 
-| family | parameters | nn.Linear | and experts | experts |
-|---|---|---|---|---|
+| family | 10^9 parameters | nn.Linear, and experts | experts |
+|---|---|---|---|
 """
 _BY_DESIGN = {"head": "outside of the blocks", "router": "chooses experts: in high precision by design"}
 
@@ -486,9 +486,9 @@ def page(rows: dict[str, Row]) -> str:
 
 
 def _shares(row: Row, flags: str = "") -> str:
-    size = f"{row.billions:,.0f} B" if row.billions >= 10 else f"{row.billions:.1f} B"
+    size = f"{row.billions:,.0f}" if row.billions >= 10 else f"{row.billions:.1f}"
     family = f"{row.family} ({flags})" if flags else row.family
-    return f"| {family} | {size} | {row.linears:.1%} | {row.linears + row.experts:.1%} |"
+    return f"| {family} | {size} | {row.linears:.1%}, {row.linears + row.experts:.1%} |"
 
 
 def _left(row: Row) -> Iterator[str]:

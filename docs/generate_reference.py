@@ -27,9 +27,9 @@ PAGE = Path(__file__).parent / "reference" / "experiment.md"
 PREFACE = """\
 # Experiment reference
 
-Every key of an experiment file, generated from the schema by `make pages`; a row has key, values and (default). Begin
-with the [example](../../README.md#your-own-question). An editor checks and completes the same keys with
-`# yaml-language-server: $schema=schema.json` in the first line of a file in `experiments/`.
+Every key of an experiment file, generated from the schema by `make pages`; a row has key, values and
+(default). Begin with the [example](../../README.md#your-own-question). An editor checks and completes the
+same keys with `# yaml-language-server: $schema=schema.json` in the first line of a file in `experiments/`.
 
 The file is YAML 1.2: booleans are `true` and `false` (`on` and `yes` are strings), and a key that stands
 twice is an error. An unknown key or an impossible value is refused before anything runs, with file, line,
