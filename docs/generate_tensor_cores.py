@@ -56,14 +56,31 @@ def _counts(quantised: dict[str, Recipe]) -> Iterator[str]:
 
 
 def _rows(quantised: dict[str, Recipe]) -> Iterator[str]:
-    yield f"| preset | {' | '.join(f'`{slot}`' for slot in SLOTS)} | emulated because | TE |"
-    yield f"|---|{'---|' * len(SLOTS)}---|---|"
+    yield "| preset | operands | emulated because | TE |"
+    yield "|---|---|---|---|"
     for name, recipe in quantised.items():
         by_te = "no" if any(recipe_refusals(recipe)) else "yes"
         for number, one in enumerate(parts(recipe)):
             title = f"`{name}`" if number == 0 else f"`{name}`, later"
-            cells = [words(one[slot.partition(".")[0]]) for slot in SLOTS]
-            yield f"| {title} | {' | '.join(cells)} | {_reasons(one.values())} | {by_te} |"
+            cells = {slot: words(one[slot.partition(".")[0]]) for slot in SLOTS}
+            yield f"| {title} | {_alike(cells)} | {_reasons(one.values())} | {by_te} |"
+
+
+def _alike(cells: dict[str, str]) -> str:
+    """Return the formats of operands, each with the products or operands that have it; one alone for all."""
+    slots: dict[str, list[str]] = {}
+    for slot, text in cells.items():
+        slots.setdefault(text, []).append(slot)
+    if len(slots) == 1:
+        return next(iter(slots))
+    return "; ".join(f"{', '.join(_products(several))} {text}" for text, several in slots.items())
+
+
+def _products(slots: list[str]) -> Iterator[str]:
+    """Yield a product if both of its operands are among the slots, else the slot."""
+    for product in dict.fromkeys(slot.partition(".")[0] for slot in slots):
+        own = [slot for slot in slots if slot.startswith(f"{product}.")]
+        yield from [product] if len(own) == 2 else own
 
 
 def _reasons(given: Iterable[Verdict]) -> str:
