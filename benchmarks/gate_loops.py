@@ -1,6 +1,6 @@
 """Error rates and power of rules that keep or discard the changes of a loop of proposals.
 
-`python benchmarks/gate_loops.py` prints the tables of docs/reference/statistics.md: the gate of
+`python benchmarks/gate_loops.py` prints the table of experiments/LOG.md: the gate of
 `ablate.results.proposals` beside three rules in use, in simulated loops of 50 proposals. Effects and
 deviations are in noise floors, the deviation of one run. Each loop measures its floor anew on 16 runs, so
 that the floor's own error is part of every rate. The gate's arithmetic is the library's, on arrays.

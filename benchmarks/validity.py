@@ -1,7 +1,7 @@
 """Pool of real runs whose truth is known: many seeds of some recipes, of twins and of planted effects.
 
     python benchmarks/validity.py run --state DIR      # goes on where it was stopped
-    python benchmarks/validity.py table --state DIR    # the tables of docs/reference/statistics.md
+    python benchmarks/validity.py table --state DIR    # the tables of experiments/LOG.md
 
 The problem. Simulated differences are as normal as their author makes them. Whether intervals, verdicts and
 promised numbers of seeds hold for trainings can only be seen on trainings.
