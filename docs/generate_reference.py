@@ -203,8 +203,8 @@ def values(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value).strip(chr(34))}`" for value in schema["enum"])
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            parts = [part for part in schema[several] if part != {"type": "null"} or not optional(schema)]
-            return " or ".join(dict.fromkeys(values(part) for part in parts))
+            named = [part for part in schema[several] if part != {"type": "null"} or not optional(schema)]
+            return " or ".join(dict.fromkeys(values(part) for part in named))
     kind = schema.get("type", "any")
     if kind == "array":
         parts = schema.get("prefixItems")
