@@ -24,7 +24,6 @@ from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
 from ablate.store.checked_ledger import absent
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_progress import record_count
 from ablate.store.ledger_rows import FINISHED
 from ablate.store.trial_store import Store
 from ablate.store.verify import verify
@@ -163,7 +162,7 @@ def _identity(kept: Path) -> str | None:
 def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[str]:
     trials = {member.trial: member.status for member in ledger.members()}
     counts = Counter(trials.values())
-    records = record_count(ledger)
+    records = ledger.record_count()
     finished = (
         ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending")
         or "none finished"

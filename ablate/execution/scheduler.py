@@ -36,7 +36,6 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
 from ablate.store.judged_files import keep
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import digest, strays
 from ablate.store.ledger_rows import FINISHED, Member
 from ablate.store.trial_store import Store
 from ablate.training.data.facts import KINDS, facts
@@ -176,11 +175,11 @@ class Scheduler:
         if not self.ledger.recorded(trial) and not (pruned and seal):
             return
         if (
-            pruned and seal and digest(self.ledger, trial) == seal
+            pruned and seal and self.ledger.digest(trial) == seal
         ):  # the ledger is intact, even if the files are not
             return
         events = list(self.store.events(trial_id, strict=False))
-        if (pruned and seal) or strays(self.ledger, trial, events):
+        if (pruned and seal) or self.ledger.strays(trial, events):
             self.ledger.renew(trial, events if pruned else ())
             self._seal(trial)
             if (folder := self.store.folder(trial_id)).exists():
@@ -353,7 +352,7 @@ class Scheduler:
     def _agrees(self, trial: int, result: Result) -> bool:
         """Return True if the ledger's records of a trial match the digest in its result and the ledger's own
         seal. Records without a seal get one if they agree."""
-        records, kept = digest(self.ledger, trial), self.ledger.records_seal(trial)
+        records, kept = self.ledger.digest(trial), self.ledger.records_seal(trial)
         if records is None or records != result["records"]["sha256"]:
             return False
         if kept is None:
@@ -362,7 +361,7 @@ class Scheduler:
 
     def _seal(self, trial: int) -> None:
         """Store the digest of a trial's records in the ledger, unless it has one already."""
-        if self.ledger.records_seal(trial) is None and (records := digest(self.ledger, trial)):
+        if self.ledger.records_seal(trial) is None and (records := self.ledger.digest(trial)):
             self.ledger.seal_records(trial, records)
 
     def confirm_records(self, trial: int, trial_id: str, result: Result) -> str | None:

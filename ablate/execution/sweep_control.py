@@ -21,7 +21,6 @@ from ablate.files import Holder, holder_of, write
 from ablate.store.checked_ledger import refusal
 from ablate.store.databases import misplaced, open_readonly, quick_check
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import flaw
 
 
 class Order(TypedDict, total=False):
@@ -87,7 +86,7 @@ def _flaw(path: Path) -> str | None:
     if it is not a ledger, or only begun."""
     try:
         with closing(Ledger(path, readonly=True)) as ledger:
-            return flaw(ledger)
+            return ledger.flaw()
     except sqlite3.OperationalError as error:
         return None if "no such table" in str(error) else str(error)
     except sqlite3.DatabaseError as error:

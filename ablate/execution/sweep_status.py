@@ -17,9 +17,7 @@ from ablate.files import Holder
 from ablate.store.checked_ledger import absent, refusal
 from ablate.store.divergences import divergences
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import flaw
-from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_attempts
-from ablate.store.ledger_rows import Member
+from ablate.store.ledger_rows import Attempt, Member
 from ablate.store.trial_store import Store
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import recorded
@@ -106,7 +104,7 @@ def read(folder: Path, store: Store, about_of: AboutOf = lambda folder, ledger: 
         return Status(folder.name, controller=controller, trouble="is starting" if process else why)
     try:
         with closing(Ledger(path, readonly=True)) as ledger:
-            if why := flaw(ledger):
+            if why := ledger.flaw():
                 raise sqlite3.DatabaseError(why)
             return _read(folder, ledger, store, controller, about_of(folder, ledger))
     except sqlite3.OperationalError as error:  # created but still empty, or unreadable
@@ -133,7 +131,7 @@ def _read(
 ) -> Status:
     now = time.time()
     members = {member.trial: member for member in reversed(ledger.members())}
-    attempts = running_attempts(ledger) if controller else {}
+    attempts = ledger.running_attempts() if controller else {}
     running = [
         _running_trial(ledger, store, member, attempts[trial], now)
         for trial, member in members.items()
@@ -168,7 +166,7 @@ def _running_trial(
     spec = member.resolved
     whole = recorded(spec.workload, spec.config)
     steps = Forks.model_validate_json(json.dumps(spec.forks)).steps if spec.forks else whole.steps
-    speed = pace(ledger, member.trial, attempt.started)
+    speed = ledger.pace(member.trial, attempt.started)
     last = ledger.last_record(member.trial, "throughput/tokens_per_s")
     lock = store.folder(member.id) / "lock"
     process = Holder.parse(lock.read_bytes()) if lock.is_file() else None
@@ -188,7 +186,7 @@ def _running_trial(
 
 
 def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
-    attempt = last_attempt(ledger, member.trial)
+    attempt = ledger.last_attempt(member.trial)
     reason = member.reason or ""
     log = (
         store.log_tail(member.id, attempt or 1, _LOG_LINES + 1).splitlines()

@@ -24,7 +24,6 @@ from ablate.store.checked_ledger import absent, difference, refusal
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
 from ablate.store.judged_files import keep, kept_alone
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import digest
 from ablate.store.ledger_rows import ArmRow
 from ablate.store.trial_store import Event, Store
 from ablate.training.metric_names import recordable
@@ -252,11 +251,11 @@ def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None
             for step, value in steps.items()
             if step <= chosen.steps
         ]
-        damaged = ledger.recorded(trial) and digest(ledger, trial) != ledger.records_seal(trial)
+        damaged = ledger.recorded(trial) and ledger.digest(trial) != ledger.records_seal(trial)
         (ledger.renew if damaged else ledger.record)(trial, events)
         why = None if math.isfinite(series[last]) else f"{metric} is {series[last]} at its last step, {last}"
         if run in chosen.short:
             ledger.settle(trial, "failed", f"left out as asked: it ends at step {last} of {chosen.steps}")
         else:
             ledger.settle(trial, "diverged" if why else "done", why)
-        ledger.seal_records(trial, digest(ledger, trial) or "")
+        ledger.seal_records(trial, ledger.digest(trial) or "")

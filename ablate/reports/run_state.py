@@ -7,7 +7,6 @@ from ablate.reports.page import Answered
 from ablate.reports.table import Source, Table, link
 from ablate.results.number_text import counted
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_progress import pace, running_attempts
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.own_code.user_errors import printed
@@ -35,8 +34,8 @@ def running(ledger: Ledger) -> Answered:
 def _ends(ledger: Ledger, members: list[Member]) -> list[float]:
     """Return the moments (seconds since 1970) at which the trials that run now end at their present pace."""
     by_trial, ends = {member.trial: member for member in members}, []
-    for trial, attempt in running_attempts(ledger).items():
-        speed = pace(ledger, trial, attempt.started)
+    for trial, attempt in ledger.running_attempts().items():
+        speed = ledger.pace(trial, attempt.started)
         if trial in by_trial and speed.steps_per_s:
             spec = by_trial[trial].resolved
             steps = recorded(spec.workload, spec.config).steps

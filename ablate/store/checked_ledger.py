@@ -21,7 +21,6 @@ from ablate.errors import InputError
 from ablate.store.judged import Judged
 from ablate.store.judged_files import kept_alone
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import digest, flaw
 from ablate.store.ledger_rows import OVER
 
 _CHECK = "ledger agrees with its seals, 1"
@@ -82,12 +81,12 @@ def difference(ledger: Ledger) -> str | None:
 def _difference(ledger: Ledger) -> str | None:
     """Return the first difference, read from the ledger."""
     try:
-        if why := flaw(ledger):
+        if why := ledger.flaw():
             return why
         for row in ledger.wanted_trials():
             with ledger.transaction():  # one state of both, while the sweep runs
                 seal = ledger.records_seal(row.trial)
-                if seal is not None and digest(ledger, row.trial) != seal:
+                if seal is not None and ledger.digest(row.trial) != seal:
                     return f"table records, trial {row.id}: its records are not what was written"
     except (sqlite3.DatabaseError, ValueError) as error:
         return str(error)

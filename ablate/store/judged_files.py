@@ -25,7 +25,6 @@ from ablate.errors import InputError
 from ablate.files import Damaged, read_json, write
 from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import digest
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Event, Store
 
@@ -121,7 +120,7 @@ def _agree(ledger: Ledger, store: Store, member: Member) -> list[str]:
             events = store.proven(member.id, found)
     except Damaged as error:
         found, damage = None, str(error)
-    records = digest(ledger, member.trial)
+    records = ledger.digest(member.trial)
     whole = records is not None and records == ledger.records_seal(member.trial)
     if found:
         row = (found["status"], found["reason"])

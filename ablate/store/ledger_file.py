@@ -1,7 +1,6 @@
-"""The file of a ledger: its connection, its transactions, and facts about the sweep.
+"""The file of a ledger: its tables' version, its connection, its transactions, and facts about the sweep.
 
-Base class of all parts of `Ledger`, each of which adds the methods for one subject: arms and members
-(ledger_arms), records (ledger_records), MLflow's runs (ledger_shipping), trials and attempts (ledger_trials).
+Base class of the parts of `Ledger`. ledger.py explains the meaning of the tables.
 """
 
 import sqlite3
@@ -10,13 +9,61 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from ablate.errors import one_line
-from ablate.store import databases, ledger_schema
+from ablate.errors import InputError, one_line
+from ablate.store import databases, ledger_seals
 from ablate.store.sweep_facts import SweepFacts
 
+FORMAT = 1
+"""Version of the tables, in SQLite's `user_version`. Raise it by hand when this code cannot read a ledger of
+the last release, or that release one of this code. Ledgers of another format are refused."""
+
+_SCHEMA = Path(__file__).with_name("ledger.sql")
+"""Statements that make the tables; SQLite keeps their text, so line breaks become spaces."""
 _BUSY_SECONDS = 60
 """Longest wait for another process that writes."""
+_UNSEALED = (("members", "mlflow"), ("compared", "id"), ("compared", "signature"), ("events", "text"))
+"""Columns of text that no seal of a row covers, by table."""
+
+
+def check(db: sqlite3.Connection, path: Path) -> bool:
+    """Return True for a ledger that this code can read, False for a file without a ledger's tables.
+    InputError if the ledger has another format; sqlite3.Error if the file is not a database."""
+    # Tables first: another process may create the ledger between the two statements, and version 0 read
+    # before it and tables read after it would be those of a ledger without a version.
+    if "sweep" not in databases.tables(db):
+        return False
+    written = db.execute("PRAGMA user_version").fetchone()[0]
+    if written == FORMAT:
+        return True
+    writer = (
+        f"a later version of ablate wrote this ledger (format {written}; this one reads {FORMAT}):"
+        " install that version"
+        if written
+        else "a version before 0.1.0 wrote this ledger, and none since reads it: remove the state folder"
+    )
+    raise InputError(f"{path}: {writer}, or choose another state folder with --state")
+
+
+def create(db: sqlite3.Connection, path: Path) -> None:
+    """Create the tables of a new ledger, all or none; define the triggers that write seals. Existing content
+    stays. InputError if the ledger has another format."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        new = not check(db, path)
+        if new:
+            _, _, statements = _SCHEMA.read_text().partition("\n")
+            for statement in statements.split(";"):
+                db.execute(" ".join(statement.split()))
+        ledger_seals.install(db)
+        if new:
+            db.execute("INSERT INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
 
 
 class LedgerFile:
@@ -30,13 +77,13 @@ class LedgerFile:
         try:
             if readonly:
                 self.db = databases.open_readonly(path)
-                ledger_schema.check(self.db, path)
+                check(self.db, path)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_SECONDS)
-                ledger_schema.check(self.db, path)
+                check(self.db, path)
                 databases.set_journal(self.db, path, mounts)
-                ledger_schema.create(self.db, path)
+                create(self.db, path)
             self.db.row_factory = sqlite3.Row
         except sqlite3.Error as error:
             error.add_note(str(path))
@@ -61,6 +108,11 @@ class LedgerFile:
         """Sentence on the sweep that the ledger belongs to; None if it is that of its folder's name."""
         owner = self.facts.name or self.name
         return None if owner == self.name else f"it is the ledger of sweep {one_line(owner)}"
+
+    def cell(self, query: str, *values: str | float | None) -> Any:
+        """Return the first cell of a query's first row; None if it has no row."""
+        row = self.db.execute(query, values).fetchone()
+        return row and row[0]
 
     def close(self) -> None:
         """Close the file. The ledger is complete at every moment before."""
@@ -120,8 +172,7 @@ class LedgerFile:
 
     def fact(self, key: str) -> str | None:
         """Return the text of a fact, by its key; None if it was never set."""
-        row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
-        return row and row["value"]
+        return self.cell("SELECT value FROM sweep WHERE key = ?", key)
 
     @property
     def facts(self) -> SweepFacts:
@@ -149,3 +200,25 @@ class LedgerFile:
             noted = [run for run in noted if run not in gone]
             self.facts.mlflow_discarded = noted
         return noted
+
+    def flaw(self) -> str | None:
+        """Return a description of the first row that differs from what was written, by table and row; None if
+        there is none. The ledger of another sweep agrees with its own seals, so its name is compared first.
+        Records are not checked here, but by `tally`."""
+        try:
+            if self.foreign:
+                return self.foreign
+            table, row, change = ledger_seals.difference(self.db) or ("", "", "")
+            return f"table {table}, row {row}: {change}" if table else _not_text(self.db)
+        except sqlite3.OperationalError as error:
+            return f"a cell cannot be read: {error}"
+
+
+def _not_text(db: sqlite3.Connection) -> str | None:
+    """Return a sentence on a cell without a seal that is not text; None if there is none.
+    sqlite3.OperationalError if a text is in no encoding."""
+    for table, column in (*_UNSEALED, ("row_seals", "seal")):
+        for (cell,) in db.execute(f"SELECT {column} FROM {table}"):
+            if not isinstance(cell, str | None):
+                return f"table {table}: a cell of column {column} is not text"
+    return None

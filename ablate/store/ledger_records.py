@@ -1,14 +1,22 @@
-"""Queries on the records of a ledger: one trial's series, and one number for each of all wanted trials."""
+"""Queries on the records of a ledger: one trial's series, one number for each of all wanted trials, what a
+trial that runs has recorded so far, and digests against damage."""
 
 import math
-from collections.abc import Callable, Iterator
+import sqlite3
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from ablate.store.ledger_file import LedgerFile
-from ablate.store.ledger_rows import Intervention
+from ablate.store.ledger_rows import Attempt, Intervention, Pace
+from ablate.store.trial_store import Event, Tally
 from ablate.training.metric_names import Name, parse
 
 WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
 """Query for the trials that the sweep wants."""
+_PACE_RECORDS = 10
+"""Number of last records that a trial's speed is computed from."""
 
 
 class RecordQueries(LedgerFile):
@@ -77,6 +85,21 @@ class RecordQueries(LedgerFile):
         query = f"SELECT EXISTS (SELECT 1 FROM records {condition})"
         return bool(self.db.execute(query, {"trial": trial}).fetchone()[0])
 
+    def raw_records(
+        self, trials: Iterable[int], names: Iterable[int], null: float
+    ) -> Iterator[tuple[int, int, int, float]]:
+        """Yield (trial, number of the metric, step, value) of these trials and metrics, given by their
+        numbers; `null` in place of NaN. No Python object is made a row, so ten million take seconds."""
+        inside = [
+            f"{column} IN ({','.join(map(str, numbers))})"
+            for column, numbers in (("trial", trials), ("name", names))
+        ]
+        cursor = self.db.cursor()
+        cursor.row_factory = None
+        return cursor.execute(
+            f"SELECT trial, name, step, ifnull(value, ?) FROM records WHERE {' AND '.join(inside)}", (null,)
+        )
+
     def spent(self) -> tuple[float, int]:
         """Return the worker-seconds that the wanted trials took, and how many of them an earlier sweep had
         run."""
@@ -138,3 +161,99 @@ class RecordQueries(LedgerFile):
         records = f"FROM records JOIN names USING (name) WHERE trial IN ({WANTED}) AND text = ?"
         rows = self.db.execute(f"SELECT trial, max(value) {records} GROUP BY trial", (metric,))
         return {trial: value for trial, value in rows if value is not None}
+
+    # Progress, for commands that look at a sweep from outside: its cost must not grow with the trials
+
+    def running_attempts(self) -> dict[int, Attempt]:
+        """Return the attempts that have not ended, by trial."""
+        rows = self.db.execute(
+            "SELECT trial, attempt, started, ended, outcome, reason FROM attempts WHERE ended IS NULL"
+        )
+        return {row["trial"]: Attempt(*row) for row in rows}
+
+    def last_attempt(self, trial: int) -> int | None:
+        """Return the number of a trial's last attempt, None if it has none."""
+        query = "SELECT max(attempt) FROM attempts WHERE trial = ?"
+        number: int | None = self.db.execute(query, (trial,)).fetchone()[0]
+        return number
+
+    def pace(self, trial: int, started: float) -> Pace:
+        """Return a trial's progress, and its speed over its last records since `started` (seconds since 1970),
+        the start of the attempt."""
+        # One index lookup for each name: a trial's records are ordered by name, then step.
+        query = (
+            "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step"
+            " FROM names"
+        )
+        rows = self.db.execute(query, (trial,))
+        name, step = max(rows, key=lambda row: -1 if row["step"] is None else row["step"], default=(0, None))
+        if step is None:
+            return Pace()
+        query = "SELECT step, time FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
+        recent = [tuple(row) for row in self.db.execute(query, (trial, name, started, _PACE_RECORDS))]
+        if not recent:
+            return Pace(step)
+        (last, moment), (first, earlier) = recent[0], recent[-1]
+        return Pace(step, moment, (last - first) / (moment - earlier) if moment > earlier else None)
+
+    def record_count(self) -> int:
+        count: int = self.db.execute("SELECT count(*) FROM records").fetchone()[0]
+        return count
+
+    def unshipped_records(self, shown: Callable[[str], bool]) -> int:
+        """Return the number of records that the runs of wanted members in MLflow lack. `shown` returns True for
+        the name of a metric that MLflow is sent."""
+        names = [number for number, text in self.names().items() if shown(text)]
+        members = self.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
+        query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"
+        return sum(
+            self.db.execute(query, (trial, name, shipped)).fetchone()[0]
+            for trial, shipped in members
+            for name in names
+        )
+
+    # Digests of records; the callers decide what to do about a difference
+
+    def tally(self, trial: int) -> Tally:
+        """Return number and digest of a trial's records. ValueError if a cell has a value of another type than
+        its column, so that the records cannot be read."""
+        result, cursor = Tally(), self.db.cursor()
+        cursor.row_factory = None
+        names = self.names()
+        # A search by key takes any row between two of the trial for one of it, so its own cell is compared.
+        # BETWEEN, since of `trial = ?` SQLite puts the value in the place of the cell.
+        own = "WHERE trial BETWEEN ? AND ? AND +trial = ?"
+        key = (trial, trial, trial)
+        rows = cursor.execute(
+            f"SELECT name, step, value, time FROM records {own} ORDER BY trial, name, step", key
+        )
+        try:
+            for name, cells in groupby(rows, key=itemgetter(0)):
+                result.column(names[name], ((step, value, moment) for _, step, value, moment in cells))
+        except (TypeError, KeyError, struct.error, sqlite3.OperationalError) as error:
+            raise ValueError(f"a cell of its records cannot be read: {error}") from None
+        try:
+            result.words(cursor.execute(f"SELECT step, text FROM events {own}", key).fetchall())
+        except sqlite3.OperationalError as error:
+            raise ValueError(f"a cell of its events cannot be read: {error}") from None
+        return result
+
+    def digest(self, trial: int) -> str | None:
+        """Return the digest of a trial's records, as a seal has it; None if one cannot be read."""
+        try:
+            return str(self.tally(trial).sealed()["sha256"])
+        except ValueError:
+            return None
+
+    def strays(self, trial: int, events: Iterable[Event]) -> bool:
+        """Return True if a record of the trial is not among these events."""
+        recorded = {
+            (event["step"], name): (None if math.isnan(value) else value, event["time"])
+            for event in events
+            for name, value in event["metrics"].items()
+        }
+        rows = self.db.execute(
+            "SELECT step, text, value, time FROM records LEFT JOIN names USING (name) WHERE trial = ?",
+            (trial,),
+        )
+        return any(recorded.get((step, name)) != (value, moment) for step, name, value, moment in rows)

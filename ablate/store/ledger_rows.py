@@ -138,6 +138,32 @@ class Intervention:
     text: str
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """A row of table `attempts`: one try at a trial."""
+
+    trial: int
+    attempt: int
+    started: float
+    """Seconds since 1970."""
+    ended: float | None
+    outcome: str | None
+    """done, diverged, failed, interrupted, orphaned, or the ending that was ordered; None while it runs."""
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Progress and speed of a trial."""
+
+    step: int = 0
+    """Last step that was recorded."""
+    moment: float = 0.0
+    """Time of that record: seconds since 1970."""
+    steps_per_s: float | None = None
+    """Steps per second; None while there are too few records."""
+
+
 ARM_COLUMNS = ", ".join(field.name for field in fields(ArmRow))
 """Columns of a query for arms."""
 TRIAL_COLUMNS = ", ".join(field.name for field in fields(TrialRow))

@@ -48,7 +48,7 @@ SEALED = {
     "context_free": _Table(("trial", "loss")),
 }
 """Sealed columns by table. A change here makes every seal of existing ledgers wrong: raise
-`ledger_schema.FORMAT` with it."""
+`ledger_file.FORMAT` with it."""
 
 RECORDS = "records"
 """Part of the seals that each cover all records of one trial."""

@@ -8,6 +8,7 @@ anew.
 
 import hashlib
 import json
+import sys
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +22,14 @@ import pyarrow.parquet as pq
 
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_arrow import record_table
 from ablate.store.ledger_rows import FINISHED, Member
 from ablate.training.metric_names import parse
 from ablate.training.workloads import WORKLOADS
 
 WORTH_KEEPING = 1_000_000
 """Smallest number of rows that is cached. Fewer are read from the ledger as fast as from a file."""
+_NULL = -sys.float_info.max
+"""Number in place of NULL until the rows are an array, which has no None."""
 _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens", "metric", "value")
 
 
@@ -152,6 +154,20 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
     return pa.concat_tables([*cached, new]).sort_by(
         [("trial", "ascending"), ("step", "ascending"), ("name", "ascending")]
     )
+
+
+def record_table(ledger: Ledger, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
+    """Return the records of these trials and metrics: columns trial, name, step (integers) and value (double,
+    NaN for NULL).
+
+    They are read by the connection that the ledger has. A second SQLite library in the process, such as that
+    of an Arrow driver, is not used: the locks of a file belong to the process, so closing it there releases
+    those of `sqlite3`, the log's index is cut short under its mapping, and the process dies of SIGBUS.
+    """
+    columns = [("trial", np.int64), ("name", np.int64), ("step", np.int64), ("value", np.float64)]
+    rows = np.fromiter(ledger.raw_records(trials, names, _NULL), np.dtype(columns))
+    rows["value"][rows["value"] == _NULL] = np.nan
+    return pa.table({name: rows[name] for name, _ in columns})
 
 
 def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ablate.files import Damaged
 from ablate.store.checked_ledger import remedy
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import flaw, tally
 from ablate.store.ledger_rows import TrialRow
 from ablate.store.trial_store import Result, Store
 
@@ -52,7 +51,7 @@ class Verified:
 
 def verify(ledger: Ledger, store: Store) -> Verified:
     """Compare a ledger with its seals, and all finished trials with their folders."""
-    again, why = remedy(ledger.path, ledger=ledger), flaw(ledger)
+    again, why = remedy(ledger.path, ledger=ledger), ledger.flaw()
     mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
     trials = [] if why else ledger.wanted_trials()
     counts = dict.fromkeys(("verified", "absent"), 0)
@@ -84,7 +83,7 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
         )
         return kind, [Mismatch(trial, str(error.path), str(error), rerun)]
     try:
-        digest = tally(ledger, row.trial).sealed()["sha256"]
+        digest = ledger.tally(row.trial).sealed()["sha256"]
         if digest != (ledger.records_seal(row.trial) or digest):
             wrong.append("table records: its records are not what was written")
         elif result is not None and digest != result["records"]["sha256"]:

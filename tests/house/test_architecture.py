@@ -76,16 +76,9 @@ configurations of training stacks are YAML, or Python from a template, and so ar
 
 SQL = {
     "store.ledger",
-    "store.ledger_records",
-    "store.ledger_arms",
-    "store.ledger_arrow",
     "store.ledger_file",
-    "store.ledger_integrity",
-    "store.ledger_progress",
-    "store.ledger_schema",
+    "store.ledger_records",
     "store.ledger_seals",
-    "store.ledger_shipping",
-    "store.ledger_trials",
     "store.databases",  # any SQLite file: its pages, its tables, its journal
     "execution.tracking.database",  # MLflow's own
 }

@@ -11,7 +11,7 @@ from support.cases import every
 
 import ablate
 from ablate.experiment.schema import Asked, Design, Map, Metric, Published
-from ablate.store import ledger_schema
+from ablate.store import ledger_file
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
 from ablate.store.sweep_facts import Fact, SweepFacts
@@ -333,11 +333,11 @@ def test_a_ledger_that_another_process_creates_meanwhile_is_not_one_of_another_v
 
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.set_trace_callback(create_at_statement)
-        present = ledger_schema.check(db, path)
+        present = ledger_file.check(db, path)
         db.set_trace_callback(None)
         assert present == (statement == 1)
-        ledger_schema.create(db, path)
-        assert ledger_schema.check(db, path)
+        ledger_file.create(db, path)
+        assert ledger_file.check(db, path)
 
 
 def test_records_behind_a_flipped_bit_of_a_key_are_replaced(tmp_path):

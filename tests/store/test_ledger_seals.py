@@ -11,7 +11,6 @@ from support.experiments import ledger, sweep, tiny
 
 from ablate.execution.sweep_control import damage
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import flaw, tally
 from ablate.store.ledger_seals import SEALED, difference
 from ablate.store.trial_store import Store
 from ablate.store.verify import verify
@@ -45,7 +44,7 @@ def searched(tmp_path_factory):
     ) as book:  # a guard's intervention, which none of these trials has
         *_, trial = (row.trial for row in book.wanted_trials() if row.status == "pruned")
         book.record(trial, [{"step": 2, "time": 0.5, "metrics": {}, "events": ["lr halved"]}])
-        book.seal_records(trial, tally(book, trial).sealed()["sha256"])
+        book.seal_records(trial, book.tally(trial).sealed()["sha256"])
     return folder
 
 
@@ -203,7 +202,7 @@ def test_a_transaction_that_is_rolled_back_leaves_no_seal(tmp_path):
         with pytest.raises(sqlite3.IntegrityError):
             _describe_and_fail(book)
         assert book.db.execute("SELECT * FROM row_seals").fetchall() == before
-        assert flaw(book) is None
+        assert book.flaw() is None
 
 
 @pytest.mark.parametrize("what", ["ledger", "file"])
@@ -213,7 +212,7 @@ def test_a_pruned_trials_records_are_kept_where_its_file_is_damaged_and_read_aga
     state, path = copied
     with closing(ledger(state)) as book:
         pruned = next(row for row in book.wanted_trials() if row.status == "pruned")
-        before = tally(book, pruned.trial).sealed()
+        before = book.tally(pruned.trial).sealed()
     assert before["count"]
     if what == "file":
         (file,) = (state / "trials" / pruned.id).glob("events-*.jsonl")
@@ -225,5 +224,5 @@ def test_a_pruned_trials_records_are_kept_where_its_file_is_damaged_and_read_aga
         assert any("table records" in line and pruned.id in line for line in why(state, path))
     assert sweep(tiny(state.parent, shape=SHAPE, **SEARCH), state)[0].ran == 0
     with closing(ledger(state)) as book:
-        assert tally(book, pruned.trial).sealed() == before
+        assert book.tally(pruned.trial).sealed() == before
     assert why(state, path) == []

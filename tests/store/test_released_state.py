@@ -1,7 +1,7 @@
 """The state folder of release 0.1.0 opens, is verified, reports and resumes; a ledger of another format is refused in one sentence.
 
 `tests/golden/state_0.1.0.tar.gz` was written by that release: `python tests/store/test_released_state.py` writes it. It is never written again:
-a later release that cannot read it has raised `ledger_schema.FORMAT`, the numerics' VERSION or a workload's, and says so in the changelog.
+a later release that cannot read it has raised `ledger_file.FORMAT`, the numerics' VERSION or a workload's, and says so in the changelog.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from support.ledgers import ledger_content
 
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_schema import FORMAT
+from ablate.store.ledger_file import FORMAT
 from ablate.training.workloads import WORKLOADS
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "state_0.1.0.tar.gz"

@@ -18,7 +18,6 @@ from support.processes import HOLD_LOCK
 
 from ablate.files import Busy, Damaged, lock, write
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import tally
 from ablate.store.trial_store import Store, Tally, line
 
 COMMIT = """
@@ -238,8 +237,8 @@ def test_a_ledger_with_the_same_records_has_the_same_digest_and_with_one_bit_cha
     trial = book.add_member(book.add_arm("a", {}, None, None), 0, "a", "{}")
     book.record(trial, [RECORDS[2]])  # numbers its names in another order
     book.record(trial, RECORDS)
-    assert tally(book, trial).sealed() == Tally(RECORDS).sealed()
-    assert tally(book, trial).count == 5
+    assert book.tally(trial).sealed() == Tally(RECORDS).sealed()
+    assert book.tally(trial).count == 5
     for change in (
         "value = value + 1e-15 WHERE value = 0.5",
         "time = time + 1e-9 WHERE step = 3",
@@ -247,11 +246,11 @@ def test_a_ledger_with_the_same_records_has_the_same_digest_and_with_one_bit_cha
     ):
         book.db.execute("BEGIN")
         book.db.execute(f"UPDATE records SET {change}")
-        assert tally(book, trial).sealed() != Tally(RECORDS).sealed()
+        assert book.tally(trial).sealed() != Tally(RECORDS).sealed()
         book.db.execute("ROLLBACK")
     book.db.execute("UPDATE records SET value = 'x' WHERE step = 3")
     with pytest.raises(ValueError, match="cell"):
-        tally(book, trial)
+        book.tally(trial)
     book.close()
 
 

@@ -29,7 +29,6 @@ from ablate.execution.tracking.tracker import Tracker
 from ablate.files import lock
 from ablate.store.databases import path_of
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_progress import unshipped_records
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.metric_names import trackable
@@ -71,7 +70,7 @@ class Shipped:
 def behind(ledger: Ledger) -> int:
     """Return the number of records that MLflow should show and does not have."""
     metrics = _metrics(ledger)
-    return unshipped_records(ledger, lambda name: runs.key(name, metrics) is not None)
+    return ledger.unshipped_records(lambda name: runs.key(name, metrics) is not None)
 
 
 def _metrics(ledger: Ledger) -> Sequence[str]:

@@ -21,8 +21,7 @@ from ablate.execution.tracking import runs
 from ablate.execution.tracking.tracker import Tracker
 from ablate.files import Json
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_progress import Pace, pace
-from ablate.store.ledger_rows import OVER, Member
+from ablate.store.ledger_rows import OVER, Member, Pace
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -56,7 +55,7 @@ class TensorBoard(Tracker):
                 self._complete.discard(key)
             elif key in self._complete:
                 continue
-            last = pace(ledger, member.trial, 0.0)
+            last = ledger.pace(member.trial, 0.0)
             if last.moment:
                 self._update(ledger, member, last, over)
             if over:
@@ -65,7 +64,7 @@ class TensorBoard(Tracker):
     def finish(self, ledger: Ledger, status: str, note: str) -> None:
         """Write the last records of members that have not ended, too."""
         for member in ledger.members():
-            last = pace(ledger, member.trial, 0.0)
+            last = ledger.pace(member.trial, 0.0)
             if (member.arm, member.seed) not in self._complete and last.moment:
                 self._update(ledger, member, last, over=True)
 
