@@ -79,7 +79,6 @@ def difference(ledger: Ledger) -> str | None:
 
 
 def _difference(ledger: Ledger) -> str | None:
-    """Return the first difference, read from the ledger."""
     try:
         if why := ledger.flaw():
             return why

@@ -138,7 +138,6 @@ def _agree(ledger: Ledger, store: Store, member: Member) -> list[str]:
 
 
 def _write(ledger: Ledger, store: Store, member: Member) -> None:
-    """Write the folder of a run from a ledger."""
     by_step: dict[int, Event] = {}
     for step, name, value, moment in ledger.records(member.trial):
         by_step.setdefault(step, {"step": step, "time": moment, "metrics": {}})["metrics"][name] = value

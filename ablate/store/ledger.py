@@ -77,7 +77,7 @@ class Ledger(RecordQueries):
         if a search proposed the same point again (such a point is not an arm of its own); `reason` why a
         refused arm cannot be run.
         """
-        place = self.db.execute("SELECT count(place) FROM arms").fetchone()[0]
+        place = self.cell("SELECT count(place) FROM arms")
         values = {
             "knobs": json.dumps(knobs),
             "baseline": baseline,
@@ -94,9 +94,7 @@ class Ledger(RecordQueries):
                 + ", ".join(f"{column} = excluded.{column}" for column in values),
                 (name, place, *values.values()),
             )
-            query = "SELECT arm FROM arms WHERE name = ?"
-            number: int = self.db.execute(query, (name,)).fetchone()["arm"]
-        return number
+            return self.cell("SELECT arm FROM arms WHERE name = ?", name)
 
     def add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
         """Record that an arm at a seed is the trial with this id (the hash of `spec`, its resolved spec as
@@ -104,10 +102,8 @@ class Ledger(RecordQueries):
         then on."""
         with self.atomic():
             self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
-            query = "SELECT trial FROM trials WHERE id = ?"
-            trial: int = self.db.execute(query, (trial_id,)).fetchone()["trial"]
-            query = "SELECT 1 FROM members WHERE arm = ? AND seed = ? AND trial != ?"
-            if self.db.execute(query, (arm, seed, trial)).fetchone():
+            trial: int = self.cell("SELECT trial FROM trials WHERE id = ?", trial_id)
+            if self.cell("SELECT 1 FROM members WHERE arm = ? AND seed = ? AND trial != ?", arm, seed, trial):
                 self._redraw(
                     "seed = ?2 AND members.arm IN (SELECT arm FROM arms WHERE arm = ?1 OR baseline = ?1)",
                     arm,
@@ -156,15 +152,11 @@ class Ledger(RecordQueries):
 
     def proposed(self) -> int:
         """Return the number of points that a search has proposed, including those that cannot be run."""
-        count: int = self.db.execute(
-            "SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL"
-        ).fetchone()[0]
-        return count
+        return self.cell("SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL")
 
     def arm(self, name: str) -> int | None:
         """Return the number of a wanted arm, None if there is none of this name."""
-        row = self.db.execute("SELECT arm FROM arms WHERE name = ? AND place IS NOT NULL", (name,)).fetchone()
-        return row and row["arm"]
+        return self.cell("SELECT arm FROM arms WHERE name = ? AND place IS NOT NULL", name)
 
     def members(self, arm: int | None = None) -> list[Member]:
         """Return the wanted members by arm and seed, of all arms or of the arm with this number."""
@@ -231,8 +223,8 @@ class Ledger(RecordQueries):
         if self.facts.ended not in (None, "done"):
             return True
         over = ", ".join(f"'{status}'" for status in (*FINISHED, "pruned"))
-        query = f"SELECT EXISTS (SELECT 1 FROM trials WHERE trial IN ({WANTED}) AND status NOT IN ({over}))"
-        return bool(self.db.execute(query).fetchone()[0])
+        left = f"SELECT 1 FROM trials WHERE trial IN ({WANTED}) AND status NOT IN ({over})"
+        return bool(self.cell(f"SELECT EXISTS ({left})"))
 
     # Trials, attempts, and the records that they add
 
@@ -260,15 +252,11 @@ class Ledger(RecordQueries):
 
     def status(self, trial: int) -> str:
         """Return a trial's status; `settle` lists them."""
-        row = self.db.execute("SELECT status FROM trials WHERE trial = ?", (trial,)).fetchone()
-        status: str = row["status"]
-        return status
+        return self.cell("SELECT status FROM trials WHERE trial = ?", trial)
 
     def attempts_since(self, trial: int, moment: float) -> int:
         """Return the number of attempts of a trial that started at or after a moment (seconds since 1970)."""
-        query = "SELECT count(*) FROM attempts WHERE trial = ? AND started >= ?"
-        count: int = self.db.execute(query, (trial, moment)).fetchone()[0]
-        return count
+        return self.cell("SELECT count(*) FROM attempts WHERE trial = ? AND started >= ?", trial, moment)
 
     def settle(
         self,
@@ -333,7 +321,7 @@ class Ledger(RecordQueries):
         """Write the rows of a table again in the order of their keys, if they are in another. A flipped bit
         in a key moves no row. A search by key then misses the rows behind it, which could be neither deleted
         nor replaced. Rows of no trial are dropped."""
-        if self.db.execute(f"PRAGMA integrity_check({table})").fetchone()[0] == "ok":
+        if self.cell(f"PRAGMA integrity_check({table})") == "ok":
             return
         of_trials = "+trial IN (SELECT trial FROM trials)"  # with +, not a search by key
         self.db.execute(f"CREATE TEMP TABLE kept AS SELECT * FROM {table} WHERE {of_trials}")
@@ -376,9 +364,7 @@ class Ledger(RecordQueries):
 
     def records_seal(self, trial: int) -> str | None:
         """Return the digest that a trial's records had when it last ended; None while it runs."""
-        query = "SELECT seal FROM row_seals WHERE part = ? AND key = ?"
-        row = self.db.execute(query, (RECORDS, str(trial))).fetchone()
-        return row and row["seal"]
+        return self.cell("SELECT seal FROM row_seals WHERE part = ? AND key = ?", RECORDS, str(trial))
 
     def _name(self, text: str) -> int:
         """Return the number of a metric's name; a new name is added."""
@@ -392,8 +378,7 @@ class Ledger(RecordQueries):
         if signature is not None:
             self.db.execute("INSERT OR REPLACE INTO compared VALUES (?, ?)", (trial_id, signature))
             return signature
-        row = self.db.execute("SELECT signature FROM compared WHERE id = ?", (trial_id,)).fetchone()
-        return row and row["signature"]
+        return self.cell("SELECT signature FROM compared WHERE id = ?", trial_id)
 
     # What MLflow has been sent. It has no seals: `ablate rebuild --sync --force` sends everything again
 
@@ -414,9 +399,7 @@ class Ledger(RecordQueries):
 
     def unshipped(self) -> int:
         """Return the number of members whose MLflow run is not complete."""
-        query = "SELECT count(*) FROM members WHERE wanted AND NOT closed"
-        count: int = self.db.execute(query).fetchone()[0]
-        return count
+        return self.cell("SELECT count(*) FROM members WHERE wanted AND NOT closed")
 
     def mlflow_runs(self) -> set[str]:
         """Return the ids of all MLflow runs of members."""

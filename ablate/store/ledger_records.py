@@ -15,8 +15,13 @@ from ablate.training.metric_names import Name, parse
 
 WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
 """Query for the trials that the sweep wants."""
+_NAMED = "FROM records JOIN names USING (name)"
 _PACE_RECORDS = 10
 """Number of last records that a trial's speed is computed from."""
+
+
+def _number(cell: float | None) -> float:
+    return math.nan if cell is None else cell
 
 
 class RecordQueries(LedgerFile):
@@ -25,22 +30,17 @@ class RecordQueries(LedgerFile):
 
     def events(self) -> list[Intervention]:
         """Return the texts on interventions by arm, seed and step."""
+        tables = "events JOIN members USING (trial) JOIN arms USING (arm)"
         query = (
-            "SELECT arms.name AS arm, seed, step, text FROM events JOIN members USING (trial)"
-            " JOIN arms USING (arm)"
+            f"SELECT arms.name AS arm, seed, step, text FROM {tables} WHERE wanted ORDER BY arm, seed, step"
         )
-        rows = self.db.execute(f"{query} WHERE wanted ORDER BY arm, seed, step")
-        return [Intervention(*row) for row in rows]
+        return [Intervention(*row) for row in self.db.execute(query)]
 
     def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
         """Yield (step, metric, value, time) of a trial's records behind step `after`, by step."""
-        rows = self.db.execute(
-            "SELECT step, text, value, time FROM records JOIN names USING (name) WHERE trial = ?"
-            " AND step > ? ORDER BY step",
-            (trial, after),
-        )
-        for step, name, value, moment in rows:
-            yield step, name, math.nan if value is None else value, moment
+        query = f"SELECT step, text, value, time {_NAMED} WHERE trial = ? AND step > ? ORDER BY step"
+        for step, name, value, moment in self.db.execute(query, (trial, after)):
+            yield step, name, _number(value), moment
 
     def last_values(self, trial: int) -> dict[str, float]:
         """Return the last value of every metric of a trial, without per-layer series."""
@@ -48,7 +48,7 @@ class RecordQueries(LedgerFile):
         inside = f"trial = ? AND name IN ({','.join(map(str, names))})"
         query = f"SELECT name, value, max(step) FROM records WHERE {inside} GROUP BY name"
         rows = self.db.execute(query, (trial,))
-        return {names[number]: math.nan if value is None else value for number, value, _ in rows}
+        return {names[number]: _number(value) for number, value, _ in rows}
 
     def last_value(self, trial: int, name: str) -> float:
         """Return the last value of one metric of a trial, NaN if there is none."""
@@ -57,23 +57,14 @@ class RecordQueries(LedgerFile):
 
     def last_record(self, trial: int, name: str) -> tuple[int, float, float] | None:
         """Return step, value and time of a trial's last record of one metric; None if there is no record."""
-        query = (
-            "SELECT step, value, time FROM records JOIN names USING (name) WHERE trial = ? AND text = ?"
-            " ORDER BY step DESC LIMIT 1"
-        )
+        query = f"SELECT step, value, time {_NAMED} WHERE trial = ? AND text = ? ORDER BY step DESC LIMIT 1"
         row = self.db.execute(query, (trial, name)).fetchone()
-        return row and (row["step"], math.nan if row["value"] is None else row["value"], row["time"])
+        return row and (row["step"], _number(row["value"]), row["time"])
 
     def series(self, trial: int, name: str) -> dict[int, float]:
         """Return all values of one metric of a trial, by step."""
-        query = (
-            "SELECT step, value FROM records JOIN names USING (name) WHERE trial = ? AND text = ?"
-            " ORDER BY step"
-        )
-        return {
-            step: math.nan if value is None else value
-            for step, value in self.db.execute(query, (trial, name))
-        }
+        query = f"SELECT step, value {_NAMED} WHERE trial = ? AND text = ? ORDER BY step"
+        return {step: _number(value) for step, value in self.db.execute(query, (trial, name))}
 
     def names(self) -> dict[int, str]:
         """Return the names of the metrics, by number."""
@@ -81,9 +72,8 @@ class RecordQueries(LedgerFile):
 
     def recorded(self, trial: int | None = None) -> bool:
         """Return True if there is any record, or any record of one trial."""
-        condition = "" if trial is None else "WHERE trial = :trial"
-        query = f"SELECT EXISTS (SELECT 1 FROM records {condition})"
-        return bool(self.db.execute(query, {"trial": trial}).fetchone()[0])
+        condition, values = ("", ()) if trial is None else ("WHERE trial = ?", (trial,))
+        return bool(self.cell(f"SELECT EXISTS (SELECT 1 FROM records {condition})", *values))
 
     def raw_records(
         self, trials: Iterable[int], names: Iterable[int], null: float
@@ -103,11 +93,8 @@ class RecordQueries(LedgerFile):
     def spent(self) -> tuple[float, int]:
         """Return the worker-seconds that the wanted trials took, and how many of them an earlier sweep had
         run."""
-        query = (
-            "SELECT coalesce(sum(seconds), 0), coalesce(sum(reused), 0) FROM trials"
-            f" WHERE trial IN ({WANTED})"
-        )
-        seconds, reused = self.db.execute(query).fetchone()
+        sums = "SELECT coalesce(sum(seconds), 0), coalesce(sum(reused), 0) FROM trials"
+        seconds, reused = self.db.execute(f"{sums} WHERE trial IN ({WANTED})").fetchone()
         return seconds, reused
 
     def finals(self, wanted: Callable[[Name], bool]) -> dict[int, dict[str, float]]:
@@ -116,13 +103,11 @@ class RecordQueries(LedgerFile):
         parsed = ((number, text, parse(text)) for number, text in self.names().items())
         names = [(number, text) for number, text, name in parsed if name.layer is None and wanted(name)]
         lasts: dict[int, dict[str, float]] = {trial: {} for (trial,) in self.db.execute(WANTED)}
-        query = (
-            f"SELECT trial, value, max(step) FROM records WHERE trial IN ({WANTED}) AND name = ?"
-            " GROUP BY trial"
-        )
+        inside = f"trial IN ({WANTED}) AND name = ? GROUP BY trial"
         for name, text in names:
-            for trial, value, _ in self.db.execute(query, (name,)):
-                lasts[trial][text] = math.nan if value is None else value
+            rows = self.db.execute(f"SELECT trial, value, max(step) FROM records WHERE {inside}", (name,))
+            for trial, value, _ in rows:
+                lasts[trial][text] = _number(value)
         return lasts
 
     def rates(self, metric: str) -> dict[int, float]:
@@ -131,7 +116,7 @@ class RecordQueries(LedgerFile):
         record before, so a record of ten steps counts ten times as much as a record of one."""
         rows = self.db.execute(
             "WITH intervals AS (SELECT trial, value, step - lag(step, 1, 0) OVER (PARTITION BY trial"
-            f" ORDER BY step) AS steps FROM records JOIN names USING (name) WHERE trial IN ({WANTED})"
+            f" ORDER BY step) AS steps {_NAMED} WHERE trial IN ({WANTED})"
             " AND text = ?) SELECT trial, sum(steps) / sum(steps / value) FROM intervals WHERE value > 0"
             " AND steps > 0 GROUP BY trial",
             (metric,),
@@ -140,10 +125,7 @@ class RecordQueries(LedgerFile):
 
     def last_step(self, trial: int) -> int:
         """Return the step of a trial's last record; 0 without one."""
-        step: int | None = self.db.execute(
-            "SELECT max(step) FROM records WHERE trial = ?", (trial,)
-        ).fetchone()[0]
-        return step or 0
+        return self.cell("SELECT max(step) FROM records WHERE trial = ?", trial) or 0
 
     def beyond(self, metric: str, limit: float, above: bool) -> list[tuple[str, int, int, float]]:
         """Return (arm, seed, first step, worst value) of the runs with values of a metric beyond a limit:
@@ -158,7 +140,7 @@ class RecordQueries(LedgerFile):
 
     def largest(self, metric: str) -> dict[int, float]:
         """Return the largest value of a metric for each wanted trial that recorded it, by its number."""
-        records = f"FROM records JOIN names USING (name) WHERE trial IN ({WANTED}) AND text = ?"
+        records = f"{_NAMED} WHERE trial IN ({WANTED}) AND text = ?"
         rows = self.db.execute(f"SELECT trial, max(value) {records} GROUP BY trial", (metric,))
         return {trial: value for trial, value in rows if value is not None}
 
@@ -166,57 +148,46 @@ class RecordQueries(LedgerFile):
 
     def running_attempts(self) -> dict[int, Attempt]:
         """Return the attempts that have not ended, by trial."""
-        rows = self.db.execute(
-            "SELECT trial, attempt, started, ended, outcome, reason FROM attempts WHERE ended IS NULL"
-        )
-        return {row["trial"]: Attempt(*row) for row in rows}
+        rows = self.db.execute("SELECT trial, attempt, started FROM attempts WHERE ended IS NULL")
+        return {trial: Attempt(attempt, started) for trial, attempt, started in rows}
 
     def last_attempt(self, trial: int) -> int | None:
         """Return the number of a trial's last attempt, None if it has none."""
-        query = "SELECT max(attempt) FROM attempts WHERE trial = ?"
-        number: int | None = self.db.execute(query, (trial,)).fetchone()[0]
-        return number
+        return self.cell("SELECT max(attempt) FROM attempts WHERE trial = ?", trial)
 
     def pace(self, trial: int, started: float) -> Pace:
-        """Return a trial's progress, and its speed over its last records since `started` (seconds since 1970),
-        the start of the attempt."""
+        """Return a trial's progress, and its speed over its last records since `started`, the start of the
+        attempt."""
         # One index lookup for each name: a trial's records are ordered by name, then step.
-        query = (
-            "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step"
-            " FROM names"
-        )
-        rows = self.db.execute(query, (trial,))
-        name, step = max(rows, key=lambda row: -1 if row["step"] is None else row["step"], default=(0, None))
+        last_of_name = "SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name"
+        query = f"SELECT name, ({last_of_name}) AS step FROM names ORDER BY step DESC, name LIMIT 1"
+        name, step = self.db.execute(query, (trial,)).fetchone() or (0, None)
         if step is None:
             return Pace()
-        query = "SELECT step, time FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
-        recent = [tuple(row) for row in self.db.execute(query, (trial, name, started, _PACE_RECORDS))]
+        since = "FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
+        key = trial, name, started, _PACE_RECORDS
+        recent = [tuple(row) for row in self.db.execute(f"SELECT step, time {since}", key)]
         if not recent:
             return Pace(step)
         (last, moment), (first, earlier) = recent[0], recent[-1]
         return Pace(step, moment, (last - first) / (moment - earlier) if moment > earlier else None)
 
     def record_count(self) -> int:
-        count: int = self.db.execute("SELECT count(*) FROM records").fetchone()[0]
-        return count
+        return self.cell("SELECT count(*) FROM records")
 
     def unshipped_records(self, shown: Callable[[str], bool]) -> int:
-        """Return the number of records that the runs of wanted members in MLflow lack. `shown` returns True for
-        the name of a metric that MLflow is sent."""
+        """Return the number of records that the runs of wanted members in MLflow lack. `shown` returns True
+        for the name of a metric that MLflow is sent."""
         names = [number for number, text in self.names().items() if shown(text)]
         members = self.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
         query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"
-        return sum(
-            self.db.execute(query, (trial, name, shipped)).fetchone()[0]
-            for trial, shipped in members
-            for name in names
-        )
+        return sum(self.cell(query, trial, name, shipped) for trial, shipped in members for name in names)
 
     # Digests of records; the callers decide what to do about a difference
 
     def tally(self, trial: int) -> Tally:
-        """Return number and digest of a trial's records. ValueError if a cell has a value of another type than
-        its column, so that the records cannot be read."""
+        """Return number and digest of a trial's records. ValueError if a cell has a value of another type
+        than its column, so that the records cannot be read."""
         result, cursor = Tally(), self.db.cursor()
         cursor.row_factory = None
         names = self.names()

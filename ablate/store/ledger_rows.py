@@ -140,16 +140,11 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A row of table `attempts`: one try at a trial."""
+    """One try at a trial, which runs."""
 
-    trial: int
     attempt: int
     started: float
     """Seconds since 1970."""
-    ended: float | None
-    outcome: str | None
-    """done, diverged, failed, interrupted, orphaned, or the ending that was ordered; None while it runs."""
-    reason: str | None
 
 
 @dataclass(frozen=True)

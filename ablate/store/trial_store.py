@@ -329,7 +329,6 @@ class Store:
                     _put(layers.setdefault(event["step"], []), path, event)
 
     def _trunks(self, trial: str, strict: bool = True) -> Iterator[Trunk]:
-        """Yield the trunks of a trial's attempts."""
         for path in self._by_attempt(trial, "trunk-*.json"):
             try:
                 trunk = read_json(path)
@@ -471,5 +470,4 @@ def _counted(sealed: Mapping[str, Json]) -> str:
 
 
 def _number(path: Path) -> int:
-    """Return the number of the attempt that a file belongs to."""
     return int(path.stem.partition("-")[2])

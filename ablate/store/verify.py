@@ -94,7 +94,6 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
 
 
 def _differs(store: Store, row: TrialRow, result: Result) -> Iterator[str]:
-    """Yield a sentence on each field of a trial's row that differs from its result."""
     for key in ("status", "reason", "seconds"):
         if getattr(row, key) != result[key]:
             yield (

@@ -16,7 +16,6 @@ import ablate
 from ablate.cli.commands import VERBS
 from ablate.errors import InputError
 from ablate.reports.answer import Answer
-from ablate.store import checked_ledger
 from ablate.store.checked_ledger import open_checked, unverified
 from ablate.store.ledger import Ledger
 
@@ -217,7 +216,7 @@ def test_a_ledger_is_compared_once_until_its_file_changes(copied, cache, monkeyp
     monkeypatch.setattr("ablate.cache.SETTLED_SECONDS", 0.0)
     open_checked(path).close()
     with monkeypatch.context() as patched:
-        patched.setattr(checked_ledger, "flaw", lambda _: pytest.fail("compared again"))
+        patched.setattr(Ledger, "flaw", lambda _: pytest.fail("compared again"))
         open_checked(path).close()
     facts = path.stat()
     execute(path, CHANGE)
