@@ -12,17 +12,15 @@ so have left the card.
 Messages, logs and the closing of standard input are those of trial_process.py.
 """
 
-import ctypes
 import importlib
 import os
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
 
-from ablate.execution.messages import Exited, MalformedMessage, TrialRequest, send
-from ablate.execution.process_guard import adopt_orphans, end_orphans
-from ablate.execution.trial_process import compute, tune_process, wait_for
+from ablate.execution.messages import TrialRequest
+from ablate.execution.process_guard import adopt_orphans, die_with_parent, end_orphans
+from ablate.execution.trial_process import compute, serve, tune_process, wait_for
 from ablate.provenance import own_command
 
 _SPARE = own_command("ablate.execution.gpu_trial_process", "spare")
@@ -39,26 +37,26 @@ def main() -> None:
     """Serve requests, one trial at a time, until standard input closes."""
     adopt_orphans()
     ready = _start_spare()
-    with open(0, "rb", buffering=0, closefd=False) as requests:
-        for line in iter(requests.readline, b""):
-            try:
-                TrialRequest.parse(line)
-            except MalformedMessage as error:
-                send(sys.stdout.buffer, Exited(1, str(error)))
-                continue
-            if ready.poll() is not None:  # ended meanwhile, killed for memory
-                ready = _start_spare()
-            taken = ready
-            assert taken.stdin
-            with suppress(BrokenPipeError):  # its exit status says why
-                taken.stdin.write(line)
+
+    def run(request: TrialRequest) -> int:
+        nonlocal ready
+        if ready.poll() is not None:  # ended meanwhile, killed for memory
             ready = _start_spare()
-            status = os.waitstatus_to_exitcode(wait_for(taken.pid))
-            taken.stdin.close()
-            taken.returncode = status
-            end_orphans(keep=(ready.pid,))
-            send(sys.stdout.buffer, Exited(status))
-    _end(ready)
+        taken = ready
+        assert taken.stdin
+        with suppress(BrokenPipeError):  # its exit status says why
+            taken.stdin.write(request.line())
+        ready = _start_spare()
+        taken.returncode = os.waitstatus_to_exitcode(wait_for(taken.pid))
+        taken.stdin.close()
+        end_orphans(keep=(ready.pid,))
+        return taken.returncode
+
+    serve(run)
+    assert ready.stdin
+    ready.stdin.close()
+    ready.kill()
+    ready.wait()
 
 
 def _start_spare() -> "subprocess.Popen[bytes]":
@@ -66,16 +64,9 @@ def _start_spare() -> "subprocess.Popen[bytes]":
     return subprocess.Popen(_SPARE, stdin=subprocess.PIPE, bufsize=0)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    assert process.stdin
-    process.stdin.close()
-    process.kill()
-    process.wait()
-
-
 def spare() -> None:
     """Import, wait for one request, compute its trial, and exit; exit at once if standard input closes."""
-    _die_with_parent()
+    die_with_parent()  # before the request nothing else would end it
     import_all()
     tune_process()
     with open(0, "rb", buffering=0, closefd=False) as requests:
@@ -90,14 +81,6 @@ def import_all() -> None:
     with redirect_stdout(sys.stderr):  # standard output is for messages
         for module in _IMPORTS:
             importlib.import_module(module)
-
-
-def _die_with_parent() -> None:
-    """Let the kernel kill this process with its parent (Linux): before the request nothing else would."""
-    parent_death_signal = 1  # linux/prctl.h
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(parent_death_signal, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

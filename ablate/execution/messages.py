@@ -22,7 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.files import Json
-from ablate.store.trial_store import as_event
+from ablate.store.trial_store import Result, as_event
 from ablate.training.own_code.user_errors import UserError
 
 PATIENCE_SECONDS = 60.0
@@ -30,9 +30,6 @@ _EXITED = b'{"kind": "exited"'
 
 Event = Annotated[dict[str, Any], AfterValidator(as_event)]
 """Record of a trial at one step: {step, time, metrics}, and optionally {events, alarms, resumed, again}."""
-Result = dict[str, Any]
-"""Result of a finished trial, the content of its result.json: {id, status, reason, attempt, steps, seconds,
-started, environment, facts, ranks, records}."""
 TelemetrySettings = dict[str, bool | int | float]
 """Arguments of `Telemetry`: steps between measurements, `checkpoint` (seconds), `keep_weights`."""
 
@@ -198,11 +195,6 @@ Message = Events | Waiting | Heartbeat | Forked | Ended | Notice
 
 _REQUEST: TypeAdapter[TrialRequest] = TypeAdapter(TrialRequest)
 _PIPE_MESSAGE: TypeAdapter[PipeMessage] = TypeAdapter(Annotated[PipeMessage, Field(discriminator="kind")])
-
-
-def message_of(recorded: Event | Waiting) -> Events | Waiting:
-    """Return an event or a Waiting that `trial_runner.run` yielded as a message."""
-    return recorded if isinstance(recorded, Waiting) else Events((recorded,))
 
 
 def send(pipe: BinaryIO, message: PipeMessage) -> None:

@@ -66,7 +66,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the process group: by SIGTERM, and after a grace period by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -78,18 +77,31 @@ def _end(process: subprocess.Popen) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose parent ends (Linux)."""
     set_child_subreaper = 36  # linux/prctl.h
+    _prctl(set_child_subreaper, 1)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process with its parent (Linux)."""
+    parent_death_signal = 1  # linux/prctl.h
+    _prctl(parent_death_signal, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
-        libc.prctl(set_child_subreaper, 1, 0, 0, 0)
+        libc.prctl(option, value, 0, 0, 0)
 
 
 def end_orphans(keep: Collection[int] = ()) -> None:
     """Kill the descendants that are left, and wait for their ends. Guards and their commands are left alone:
     a guard whose standard input has closed ends its command itself, and lets it save its work. `keep`: ids of
     child processes that stay, with their descendants."""
-    if not keep and not _has_children():
-        return
-    import psutil  # slow to import: only if there is one
+    if not keep:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+    import psutil  # slow to import: only if there is a child
 
     while orphans := [
         orphan
@@ -102,14 +114,6 @@ def end_orphans(keep: Collection[int] = ()) -> None:
                 orphan.kill()
         if psutil.wait_procs(orphans, _GRACE_SECONDS)[1]:
             break  # in an uninterruptible call of the kernel
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _is_guard(process: "psutil.Process") -> bool:

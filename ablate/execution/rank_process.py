@@ -12,14 +12,12 @@ import signal
 import sys
 import tempfile
 import time
-from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
-from ablate.execution.messages import GangPart, RankDied, TelemetrySettings, TrialRequest, message_of, send
+from ablate.execution.messages import RankDied, TrialRequest, send
 from ablate.execution.process_guard import exit_with_parent
-from ablate.execution.trial_runner import exit_status, run, start_cuda, within_memory
+from ablate.execution.trial_runner import exit_status, messages, start_cuda, within_memory
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.store.trial_store import Store
 from ablate.training.rank_layout import Layout
 from ablate.training.trial_run import Telemetry
 
@@ -52,45 +50,36 @@ def launch(request: TrialRequest, pipe: BinaryIO, method: StartMethod = "fork") 
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each rank prints its own error
-    settings: dict[str, object] = {
-        "start_method": method,
-        "max_restarts": 0,
-        "run_id": request.id,
-        "shutdown_timeout": _END_SECONDS,
-    }
     with tempfile.TemporaryDirectory(prefix="ablate-ranks-") as folder:
-        meeting = None if request.gang else f"{folder}/ranks"
-        settings |= _gang(request.gang) if request.gang else _one_node(request.ranks, f"{folder}/launcher")
-        settings["logs_specs"] = DefaultLogsSpecs(log_dir=folder)
+        meeting: str | None = f"{folder}/ranks"
+        nodes, local, rendezvous = 1, request.ranks, dict[str, Any]()
+        if gang := request.gang:
+            meeting, nodes, local = None, gang.nodes, gang.local
+            rendezvous = {"rdzv_backend": "static", "rdzv_endpoint": f"{gang.address}:{gang.port}"}
+            rendezvous["rdzv_configs"] = {"rank": gang.node, "timeout": 900}
+        else:  # ranks on this machine alone exchange addresses by a file
+            os.environ.update(_LOOPBACK | os.environ)
+            rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{folder}/launcher"}
+            rendezvous["rdzv_configs"] = {"store_type": "file"}
+        config = LaunchConfig(
+            min_nodes=nodes,
+            max_nodes=nodes,
+            nproc_per_node=local,
+            run_id=request.id,
+            start_method=method,
+            max_restarts=0,
+            shutdown_timeout=_END_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **rendezvous,
+        )
         try:
             # A fresh interpreter opens the pipe by its path: it inherits no descriptor of it.
             path = f"/proc/{os.getpid()}/fd/{pipe.fileno()}"
-            elastic_launch(LaunchConfig(**settings), _run_rank)(request, path, meeting)
+            elastic_launch(config, _run_rank)(request, path, meeting)
         except ChildFailedError as error:
             ((rank, failure),) = error.failures.items()
             return RankDied(rank, failure.exitcode)
     return None
-
-
-def _one_node(ranks: int, meeting: str) -> dict[str, object]:
-    """Return the launcher's settings for ranks on this machine alone, which exchange addresses by a file."""
-    os.environ.update(_LOOPBACK | os.environ)
-    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": meeting, "rdzv_configs": {"store_type": "file"}}
-    return rendezvous | {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": ranks}
-
-
-def _gang(gang: GangPart) -> dict[str, object]:
-    """Return the launcher's settings for this node's part of a gang."""
-    rendezvous = {
-        "rdzv_endpoint": f"{gang.address}:{gang.port}",
-        "rdzv_configs": {"rank": gang.node, "timeout": 900},
-    }
-    return rendezvous | {
-        "rdzv_backend": "static",
-        "min_nodes": gang.nodes,
-        "max_nodes": gang.nodes,
-        "nproc_per_node": gang.local,
-    }
 
 
 def _run_rank(request: TrialRequest, path: str, meeting: str | None) -> None:
@@ -107,35 +96,22 @@ def _run_rank(request: TrialRequest, path: str, meeting: str | None) -> None:
 
 
 def _compute(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
-    try:
-        _train(request, rank, pipe, meeting)
-    except RuntimeError as error:
-        if any(part in str(error) for part in _PEER_LOST):
-            time.sleep(PEER_SECONDS)  # the rank that ended first has the reason; the launcher ends this one
-        raise
-
-
-def _train(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None) -> None:
     from ablate.training.distributed import join
 
     spec = TrialSpec.parse(request.spec)
     if spec.device == "cuda":
         start_cuda(int(os.environ["LOCAL_RANK"]))
-    layout = Layout(request.ranks, request.sharded)
-    world = join(layout, rank, spec.device, meeting)
-    if rank == 0:
-        for recorded in run(
-            spec, Store(Path(request.root)), request.attempt, request.telemetry, request.fork, layout.ranks
-        ):
-            send(pipe, message_of(recorded))
-    elif world.begins():
-        _follow(spec, request.telemetry)
-    world.leave()
-
-
-def _follow(spec: TrialSpec, telemetry: TelemetrySettings) -> None:
-    """Do this rank's part of every step. Its records are dropped: rank 0 has the same."""
-    settings = Telemetry.model_validate(telemetry)
-    records = spec.records(settings)
-    for _ in within_memory(({"step": record.step} for record in records), spec.device):
-        pass
+    try:
+        world = join(Layout(request.ranks, request.sharded), rank, spec.device, meeting)
+        if rank == 0:
+            for message in messages(request, spec):
+                send(pipe, message)
+        elif world.begins():  # this rank's part of every step; its records are dropped: rank 0 has the same
+            records = spec.records(Telemetry.model_validate(request.telemetry))
+            for _ in within_memory(({"step": record.step} for record in records), spec.device):
+                pass
+        world.leave()
+    except RuntimeError as error:
+        if any(part in str(error) for part in _PEER_LOST):
+            time.sleep(PEER_SECONDS)  # the rank that ended first has the reason; the launcher ends this one
+        raise

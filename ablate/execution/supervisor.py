@@ -31,8 +31,9 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -53,10 +54,9 @@ from ablate.execution.messages import (
     TrialRequest,
     Waiting,
     holds_exit,
-    message_of,
     parse_line,
 )
-from ablate.execution.trial_runner import EDITED, NO_SPACE, OUT_OF_MEMORY, Edited, OutOfMemory, run
+from ablate.execution.trial_runner import EDITED, NO_SPACE, OUT_OF_MEMORY, Edited, OutOfMemory, messages
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
 from ablate.provenance import own_command
@@ -163,7 +163,11 @@ class Supervisor:
                     died = message
                 elif isinstance(message, Raised):
                     raised = message.error
-            for message in _forwarded(received):
+            events = [
+                event for message in received if isinstance(message, Events) for event in message.events
+            ]
+            forwarded: list[Events | Waiting] = [one for one in received if isinstance(one, Waiting)]
+            for message in (*forwarded, *([Events(tuple(events))] if events else [])):
                 watch.note(message)
                 yield message
             if exited or over:
@@ -246,13 +250,6 @@ class Supervisor:
             self._bury()
 
 
-def _forwarded(received: Iterable[PipeMessage]) -> Iterator[Events | Waiting]:
-    """Yield the messages for the controller, with all events in one message."""
-    yield from (message for message in received if isinstance(message, Waiting))
-    if events := [event for message in received if isinstance(message, Events) for event in message.events]:
-        yield Events(tuple(events))
-
-
 def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
     """Yield (messages, True at the end of the pipe): batches of 0.2 s, or an empty list after a silence. A
     line torn by a kill is dropped: it is the last one of a dead child, trial or rank."""
@@ -269,7 +266,11 @@ def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
             if holds_exit(chunk):
                 break
         *lines, rest = (rest + b"".join(chunks)).split(b"\n")
-        yield list(_parsed(lines)), over
+        received = []
+        for line in filter(None, lines):
+            with suppress(TornLine):
+                received.append(parse_line(line))
+        yield received, over
 
 
 def _readable(pipe: int, seconds: float) -> bool:
@@ -278,12 +279,6 @@ def _readable(pipe: int, seconds: float) -> bool:
     watch = select.poll()
     watch.register(pipe, select.POLLIN)
     return bool(watch.poll(seconds * 1000))
-
-
-def _parsed(lines: Iterable[bytes]) -> Iterator[PipeMessage]:
-    for line in filter(None, lines):
-        with suppress(TornLine):
-            yield parse_line(line)
 
 
 def _dump_and_kill(pids: list[int]) -> None:
@@ -349,10 +344,8 @@ def end_of_attempt(
 def run_inline(request: TrialRequest) -> Generator[Message, None, None]:
     """Run a trial in this process, for debuggers and tests; yield the same messages as `Supervisor.run`.
     Exceptions other than OutOfMemory pass through."""
-    spec, store = TrialSpec.parse(request.spec), Store(Path(request.root))
     try:
-        for recorded in run(spec, store, request.attempt, request.telemetry, request.fork):
-            yield message_of(recorded)
+        yield from messages(replace(request, ranks=1), TrialSpec.parse(request.spec))
     except OutOfMemory as error:
         yield Ended("oom", str(error))
     except Edited as error:

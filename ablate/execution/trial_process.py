@@ -36,18 +36,10 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from ablate import provenance
-from ablate.execution.messages import (
-    Exited,
-    MalformedMessage,
-    Raised,
-    Started,
-    TrialRequest,
-    message_of,
-    send,
-)
+from ablate.execution.messages import Exited, MalformedMessage, Raised, Started, TrialRequest, send
 from ablate.execution.process_guard import adopt_orphans, end_orphans, exit_with_parent
 from ablate.execution.rank_process import IMPORTS, SHARDING, StartMethod, launch
-from ablate.execution.trial_runner import NO_SPACE, exit_status, run
+from ablate.execution.trial_runner import NO_SPACE, exit_status, messages
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import full
 from ablate.store.trial_store import Store
@@ -65,50 +57,53 @@ def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
         # A trial's collector would write into every object of these imports, and so copy their pages.
         gc.collect()
         gc.freeze()
-    with open(0, "rb", buffering=0, closefd=False) as requests:  # a fork would copy the content of a buffer
-        for line in iter(requests.readline, b""):
-            send(sys.stdout.buffer, _run_request(line, parse))
+
+    def run_fork(request: TrialRequest) -> int:
+        with _ending_early():
+            import_slow(request)
+        pid = os.fork()
+        if pid == 0:
+            compute(request, parse)
+        status = os.waitstatus_to_exitcode(wait_for(pid))
+        end_orphans()
+        return status
+
+    serve(run_fork)
     os._exit(0)  # without the teardown of torch, which takes a second
 
 
-def _run_request(line: bytes, parse: Callable[[str], TrialSpec]) -> Exited:
-    """Run the trial of a request line in a fork of this process; return its exit."""
-    try:
-        request = TrialRequest.parse(line)
-    except MalformedMessage as error:
-        return Exited(1, str(error))
-    with _ending_early():
-        import_slow(request)
-    pid = os.fork()
-    if pid == 0:
-        compute(request, parse)
-    status = os.waitstatus_to_exitcode(wait_for(pid))
-    end_orphans()
-    return Exited(status)
+def serve(run: Callable[[TrialRequest], int]) -> None:
+    """Run the trial of each request line of standard input, until it closes. `run` returns the exit status of
+    the trial's process."""
+    with open(0, "rb", buffering=0, closefd=False) as requests:  # a fork would copy the content of a buffer
+        for line in iter(requests.readline, b""):
+            try:
+                request = TrialRequest.parse(line)
+            except MalformedMessage as error:
+                exited = Exited(1, str(error))
+            else:
+                exited = Exited(run(request))
+            send(sys.stdout.buffer, exited)
 
 
 @contextmanager
 def _ending_early() -> Iterator[None]:
     """End this process with its supervisor while the block runs, which may take seconds. One thread is left
     after it."""
-    warm = os.eventfd(0)
-    watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
+    warm, events = os.eventfd(0), select.poll()
+    events.register(0, 0)  # POLLHUP alone: a waiting request does not count
+    events.register(warm, select.POLLIN)
+
+    def watch() -> None:
+        if warm not in [descriptor for descriptor, _ in events.poll()]:
+            os._exit(1)
+
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     yield
     os.eventfd_write(warm, 1)  # wakes the watcher at once: every trial waits for its end
     watcher.join()
     os.close(warm)
-
-
-def _end_early(warm: int) -> None:
-    """Exit if the supervisor is gone before the event `warm` is set. POLLHUP alone is watched: a waiting
-    request does not count."""
-    events = select.poll()
-    events.register(0, 0)
-    events.register(warm, select.POLLIN)
-    ready = [descriptor for descriptor, _ in events.poll()]
-    if warm not in ready:
-        os._exit(1)
 
 
 def tune_process() -> None:
@@ -163,18 +158,14 @@ def wait_for(pid: int) -> int:
     return status
 
 
-def _supervisor_gone(seconds: float) -> bool:
-    """Return True if standard input closes within `seconds`. No request comes while a trial runs."""
-    return bool(select.select([0], [], [], seconds)[0])
-
-
 def compute(
     request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec.parse, method: StartMethod = "fork"
 ) -> NoReturn:
     """Run the trial in this process and exit: its messages go to standard output, what it prints to its log.
     The process ends as soon as standard input closes. `parse` as for `main`; `method`: way in which the ranks
     of a trial start."""
-    exit_with_parent(_supervisor_gone, end_orphans)
+    # No request comes while a trial runs: anything on standard input means that it closed.
+    exit_with_parent(lambda seconds: bool(select.select([0], [], [], seconds)[0]), end_orphans)
     status = 1
     try:
         path = Store(Path(request.root)).log(request.id, request.attempt)
@@ -201,10 +192,8 @@ def _run(
         if died := launch(request, pipe, method):
             send(pipe, died)
         return
-    for recorded in run(
-        parse(request.spec), Store(Path(request.root)), request.attempt, request.telemetry, request.fork
-    ):
-        send(pipe, message_of(recorded))
+    for message in messages(request, parse(request.spec)):
+        send(pipe, message)
 
 
 if __name__ == "__main__":

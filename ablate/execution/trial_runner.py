@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from ablate import provenance
 from ablate.engines import gpu_access
 from ablate.errors import InputError, first_line
-from ablate.execution.messages import Event, Result, TelemetrySettings, Waiting
+from ablate.execution.messages import Event, Events, TelemetrySettings, TrialRequest, Waiting
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json, full, write
-from ablate.store.trial_store import Store, Tally, line
+from ablate.store.trial_store import Result, Store, Tally, line
 from ablate.training.alarms import alerts
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED, NAMING, recordable
 from ablate.training.operand_metrics import ALARMS
@@ -64,12 +64,9 @@ def exit_status(work: Callable[[], None], raised: Callable[[UserError], None] = 
     log; `raised` is called with an exception of the user's code."""
     try:
         work()
-    except OutOfMemory as error:
+    except (OutOfMemory, Edited) as error:
         print(error, file=sys.stderr, flush=True)
-        return OUT_OF_MEMORY
-    except Edited as error:
-        print(error, file=sys.stderr, flush=True)
-        return EDITED
+        return OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EDITED
     except Exception as error:  # the boundary of the process
         users, sentence = described(error), isinstance(error, InputError)
         if users:
@@ -214,19 +211,18 @@ def run(
         except Busy as busy:
             yield Waiting(str(busy))
             held = stack.enter_context(store.claim(spec.id, attempt))
+        shared = {step: store.shared(name) for step, name in fork}
         finished = _replayed(spec, store)
-        if finished is not None:
-            yield from finished
-        else:
-            yield from _run(
-                spec,
-                store,
-                attempt,
-                telemetry,
-                {step: store.shared(name) for step, name in fork},
-                held,
-                ranks,
-            )
+        yield from (
+            _run(spec, store, attempt, telemetry, shared, held, ranks) if finished is None else finished
+        )
+
+
+def messages(request: TrialRequest, spec: TrialSpec) -> Iterator[Events | Waiting]:
+    """Run the trial of a request, whose parsed spec is given; yield what `run` yields as messages."""
+    store = Store(Path(request.root))
+    for recorded in run(spec, store, request.attempt, request.telemetry, request.fork, request.ranks):
+        yield recorded if isinstance(recorded, Waiting) else Events((recorded,))
 
 
 def _replayed(spec: TrialSpec, store: Store) -> list[Event] | None:
@@ -250,12 +246,9 @@ def _run(
     ranks: int,
 ) -> Iterator[Event]:
     folder = store.folder(spec.id)
-    for torn in (
-        *folder.glob("*.json.*"),
-        *folder.glob("*.pt.*"),
-        *folder.glob("*.safetensors*"),
-    ):  # by an attempt that was killed while it wrote
-        torn.unlink()
+    for pattern in ("*.json.*", "*.pt.*", "*.safetensors*"):  # of an attempt that was killed while it wrote
+        for torn in folder.glob(pattern):
+            torn.unlink()
     write(folder / "spec.json", spec.content)
     if spec.device == "cuda" and spec.config.in_process:
         start_cuda()
@@ -376,7 +369,6 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: Event) -> Resul
 
 
 def _divergence(last: Event) -> str | None:
-    """Return why the trial diverged; None if it did not."""
     if FIRST_NONFINITE in last["metrics"]:
         origin = f": {last['origin']['text']}" if "origin" in last else ""
         return f"non-finite loss or gradient at step {last['step']}{origin}"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ablate.execution import trial_runner
 from ablate.execution.messages import (
     Ended,
     Events,
@@ -26,7 +27,6 @@ from ablate.execution.messages import (
     TrialRequest,
     Waiting,
     holds_exit,
-    message_of,
     parse_line,
     send,
 )
@@ -100,9 +100,9 @@ def test_a_request_arrives_as_it_was_sent(request_):
     assert TrialRequest.parse(request_.line()) == request_
 
 
-def test_what_a_trial_yields_is_a_message():
-    assert message_of(EVENT) == Events((EVENT,))
-    assert message_of(Waiting("pid 7")) == Waiting("pid 7")
+def test_what_a_trial_yields_is_a_message(monkeypatch):
+    monkeypatch.setattr(trial_runner, "run", lambda *request: iter([EVENT, Waiting("pid 7")]))
+    assert [*trial_runner.messages(REQUEST, None)] == [Events((EVENT,)), Waiting("pid 7")]
 
 
 def test_a_line_cut_anywhere_is_torn_and_harms_no_other():
