@@ -172,7 +172,7 @@ def connect(
     try:
         if address:
             with sigterm_kept():
-                _join(ray, address, quiet, say, pause)
+                _initialise(ray, {"address": address, **quiet}, False, say, pause)
         else:
             local: dict[str, object] = {
                 "include_dashboard": False,
@@ -183,7 +183,7 @@ def connect(
             _private_token()
             local |= {"address": "local", "num_cpus": workers or os.cpu_count(), **quiet}
             with as_one_machine(ray), sigterm_kept():
-                _start(ray, local, say)
+                _initialise(ray, local, True, say, 0.0)
     except Exception as error:  # Ray raises Exception itself where its processes do not answer in time
         action = f"reached at {address}" if address else "started here"
         raise ClusterError(
@@ -195,40 +195,30 @@ def connect(
     return ray
 
 
-def _start(ray: ModuleType, settings: dict[str, Any], say: Callable[[str], object]) -> None:
-    """Start a local Ray, once more if it does not answer in time; what an attempt started ends with it."""
-    for attempt in range(1, START_TRIES + 1):
+def _initialise(
+    ray: ModuleType, settings: dict[str, Any], starts: bool, say: Callable[[str], object], pause: float
+) -> None:
+    """Start a local Ray, once more if it does not answer in time, or (without `starts`) connect to a cluster,
+    again if the head's server for Ray's client died while it started."""
+    tries, attempt = (START_TRIES if starts else CLIENT_TRIES), 1
+    while True:
         try:
             ray.init(**settings)
-        except (ImportError, TypeError, ValueError):  # another attempt would end in the same way
-            raise
-        except Exception:
-            ray.shutdown()
-            if attempt == START_TRIES:
-                raise
-            say(f"Ray did not start here in time: attempt {attempt + 1} of {START_TRIES}")
-        else:
             return
-
-
-def _join(
-    ray: ModuleType, address: str, settings: dict[str, object], say: Callable[[str], object], pause: float
-) -> None:
-    """Connect to a cluster, again where the head's server for Ray's client died while it started."""
-    for attempt in range(1, CLIENT_TRIES + 1):
-        try:
-            ray.init(address=address, **settings)
-        except ConnectionError as error:
-            if not any(part in str(error) for part in _DIED) or attempt == CLIENT_TRIES:
+        except Exception as error:
+            if starts:
+                again = not isinstance(error, ImportError | TypeError | ValueError)  # those would come again
+                why = "Ray did not start here in time"
+            else:
+                again = isinstance(error, ConnectionError) and any(part in str(error) for part in _DIED)
+                why = "Ray's own server for this client died while it started, as happens on a busy head"
+            if starts and again:
+                ray.shutdown()  # ends what the attempt started
+            if not again or attempt == tries:
                 raise
-            wait = pause * 2 ** (attempt - 1)
-            say(
-                "Ray's own server for this client died while it started, as happens on a busy head:"
-                f" attempt {attempt + 1} of {CLIENT_TRIES} in {wait:g} s"
-            )
-            time.sleep(wait)
-        else:
-            return
+        attempt, wait = attempt + 1, pause * 2 ** (attempt - 1)
+        say(f"{why}: attempt {attempt} of {tries}{f' in {wait:g} s' if wait else ''}")
+        time.sleep(wait)
 
 
 def _private_token() -> None:
@@ -260,7 +250,6 @@ def exposed(address: str) -> bool:
 
 
 def _explained(message: str, address: str | None) -> str:
-    """Return Ray's error message as a sentence that says what to do."""
     if not address:  # the first sentence: tracebacks follow
         return f"{message.partition('. ')[0].rstrip('.')}; `--executor inline` runs the trials without Ray"
     sentence = next((sentence for part, sentence in _SENTENCES.items() if part in message), None)

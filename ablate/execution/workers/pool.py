@@ -138,7 +138,12 @@ class Pool:
         if not self._client:  # a client sees its proxy alone, whose loss raises
             self._head = Head(ray, PATIENCE_SECONDS if address else 0)
         try:
-            self._refuse_impossible()
+            room = self._room()
+            if self._need.fit(room) is None:  # Ray would let such a trial wait without an end
+                each = ", ".join(f"{units:g}" for units in room.values())
+                nodes = f" on {len(room)} nodes ({each})" if len(room) > 1 else ""
+                has = f"the Ray cluster has {sum(room.values()):g}{nodes}"
+                raise ClusterError(f"a trial needs {self._need.text}, and {has}")
         except ClusterError:
             ray.shutdown()
             raise
@@ -170,7 +175,6 @@ class Pool:
         return len(self._placements.places)
 
     def _nodes(self) -> list[Node]:
-        """Return Ray's descriptions of the nodes that are alive."""
         try:
             return [node for node in self._ray.nodes() if node["Alive"]]
         except ConnectionError as error:  # of a Ray client
@@ -186,17 +190,6 @@ class Pool:
             for node in sorted(units_of, key=lambda node: hash((self._salt, node)))
             if units_of[node] and node not in self._barred and node not in lost
         }
-
-    def _refuse_impossible(self) -> None:
-        """Raise ClusterError for a trial that needs more than the cluster has: Ray would let it wait without
-        an end."""
-        room = self._room()
-        if self._need.fit(room) is None:
-            each = ", ".join(f"{units:g}" for units in room.values())
-            nodes = f" on {len(room)} nodes ({each})" if len(room) > 1 else ""
-            raise ClusterError(
-                f"a trial needs {self._need.text}, and the Ray cluster has {sum(room.values()):g}{nodes}"
-            )
 
     def _count_places(self) -> list[Place]:
         """Return the placements that this sweep may use: those that it has, and new ones in unused units."""
@@ -217,7 +210,6 @@ class Pool:
         return ClusterLost(f"the connection to {self._address} is gone ({' '.join(str(error).split())})")
 
     def _open_places(self) -> list[Place]:
-        """Return the placements that no running trial occupies."""
         taken = Counter(_key(trial.actors.place) for trial in self._running.values())
         places = []
         for place in self._placements.places:
@@ -265,7 +257,6 @@ class Pool:
         self._launch()
 
     def _launch(self) -> None:
-        """Start queued trials at free placements."""
         while self._queue and (self.idle or self._open_places()):
             if not self.idle:
                 self._settle()
@@ -296,7 +287,11 @@ class Pool:
                     answers, self._answers = self._answers, []
                     return answers
                 ready = self._ready(waits, remaining)
-                self._kill_silent(time.monotonic())
+                now = time.monotonic()
+                for trial in self._running.values():
+                    for number, last in trial.last_message.items():
+                        if now - last > SILENCE_SECONDS:  # Ray does not report an actor that hangs
+                            self._ray.kill(trial.actors.actors[number])
         except ConnectionError as error:  # of a Ray client
             raise self._connection_lost(error) from None
 
@@ -358,13 +353,6 @@ class Pool:
         why = next((why for node, why in self._barred.items() if node in alive), None)
         if why and self._need.fit(self._room()) is None:
             raise ClusterError(why)
-
-    def _kill_silent(self, now: float) -> None:
-        """Kill actors that hang: Ray reports one that died at once, one that hangs never."""
-        for trial in self._running.values():
-            for number, last in trial.last_message.items():
-                if now - last > SILENCE_SECONDS:
-                    self._ray.kill(trial.actors.actors[number])
 
     def _node(self, node_id: str) -> Node | None:
         return next((node for node in self._ray.nodes() if node["NodeID"] == node_id), None)

@@ -12,8 +12,9 @@ reports those records again, marked `again`; they are not written twice.
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from io import BytesIO
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from ablate.execution.messages import Ended, Events, Forked, Message, TrialRequest
 from ablate.execution.workers.actor import PIECE, CheckpointTimes
@@ -55,9 +56,8 @@ class RemoteStore:
         """Lock the trial, as its own process does on a node that sees the folder. Return the holder if
         another process has the lock."""
         try:
-            self._holds_lock = self._stack.enter_context(
-                self.store.claim(self.trial, self.attempt, wait=False)
-            )
+            claim = self.store.claim(self.trial, self.attempt, wait=False)
+            self._holds_lock = self._stack.enter_context(claim)
         except Busy as busy:
             return str(busy)
         return None
@@ -95,13 +95,11 @@ class RemoteStore:
         for worker in workers:
             worker.clear()
             for path in paths:
-                with suppress(FileNotFoundError):
-                    _send(worker, str(path.relative_to(self.store.root)), path)
+                with suppress(FileNotFoundError), path.open("rb") as file:
+                    _send(worker, str(path.relative_to(self.store.root)), file)
             for trial, events in records.items():
-                content = b"".join(line(event, trial) for event in events)
-                for offset in range(0, len(content), PIECE):
-                    piece = content[offset : offset + PIECE]
-                    worker.write_piece(f"trials/{trial}/events-0.jsonl", offset, piece)
+                content = BytesIO(b"".join(line(event, trial) for event in events))
+                _send(worker, f"trials/{trial}/events-0.jsonl", content)
         self.fetched |= {str(path.relative_to(self.store.root)): 0 for path in shared if path.exists()}
 
     # While it runs
@@ -184,12 +182,11 @@ class RemoteStore:
         self._stack.close()
 
 
-def _send(worker: ScratchFolder, name: str, path: Path) -> None:
-    with path.open("rb") as file:
-        offset = 0
-        while piece := file.read(PIECE):
-            worker.write_piece(name, offset, piece)
-            offset += len(piece)
+def _send(worker: ScratchFolder, name: str, file: BinaryIO) -> None:
+    offset = 0
+    while piece := file.read(PIECE):
+        worker.write_piece(name, offset, piece)
+        offset += len(piece)
 
 
 def _receive(worker: ScratchFolder, name: str, path: Path) -> int:

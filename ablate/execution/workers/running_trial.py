@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from ablate.execution.messages import Ended, Message, TrialRequest, Waiting
 from ablate.execution.workers.actor import CheckpointTimes, WorkerFacts, versions
-from ablate.execution.workers.cluster import Node, skew, unusable
+from ablate.execution.workers.cluster import Node, silence, skew, unusable
 from ablate.execution.workers.remote_store import RemoteStore
-from ablate.execution.workers.trial_actors import NODE_GONE, TrialActors
+from ablate.execution.workers.trial_actors import TrialActors
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.files import full
 
@@ -128,9 +128,8 @@ class RunningTrial:
         except self._ray.exceptions.RayError as error:
             self.broken = self.over = True
             number = next((self._pending[ref] for ref in self._pending if ref in ready), 0)
-            self._out.append(
-                Ended("failed", self._death(number, error), disk_full=full(getattr(error, "cause", None)))
-            )
+            disk_full = full(getattr(error, "cause", None))
+            self._out.append(Ended("failed", self._death(number, error), disk_full=disk_full))
         finally:
             if self.over and self._remote:
                 self._remote.close()
@@ -168,21 +167,17 @@ class RunningTrial:
         if self._stopped:
             self._out.append(Ended("failed", "stopped"))
             return
-        yield from self._start(self.actors.requests(self.request, facts))
-        self._pending = {actor.messages.remote(): number for number, actor in enumerate(self.actors.actors)}
-        yield from self._receive()
-
-    def _start(self, requests: list[TrialRequest]) -> Iterator[Waits]:
-        """Start the trial on every actor and wait for all of them: later calls of an actor may overtake its
-        `start`."""
-        pairs = zip(self.actors.actors, requests, strict=True)
+        # Start the trial on every actor and wait for all: later calls of an actor may overtake its `start`.
+        starts = zip(self.actors.actors, self.actors.requests(self.request, facts), strict=True)
         self._pending = {
             actor.start.remote(request, not self.sees): number
-            for number, (actor, request) in enumerate(pairs)
+            for number, (actor, request) in enumerate(starts)
         }
         yield from self._all_ready()
         if self._stopped:  # meanwhile
             self.stop()
+        self._pending = {actor.messages.remote(): number for number, actor in enumerate(self.actors.actors)}
+        yield from self._receive()
 
     def _all_ready(self) -> Iterator[Waits]:
         """Wait for every pending reference; raise at once for an actor that died."""
@@ -217,7 +212,6 @@ class RunningTrial:
         return facts
 
     def _claim(self, remote: RemoteStore) -> Iterator[Waits]:
-        """Wait until this attempt holds the trial's lock, or is stopped."""
         reported = False
         while (holder := remote.claim()) and not self._stopped:
             if not reported:
@@ -330,22 +324,14 @@ class RunningTrial:
     def _explained(self, number: int, reason: str) -> str:
         """Return the reason of a failure, replaced if it names data that exist on this machine but not on the
         node."""
-        config = dict(RecordedSpec.parse(self.request.spec).config)
-        path = next(
-            (
-                text
-                for text in _texts(config)
-                if "/" in text and text in reason and glob.glob(str(Path(text).expanduser()))
-            ),
-            None,
-        )
-        if path is None or not any(phrase in reason for phrase in _MISSING):
-            return reason
-        return (
-            f"node {self.address(number)} has no {path}, which this machine has: data lie at the same"
-            " absolute"
-            " path on every node, or on a file system that all share"
-        )
+        if any(phrase in reason for phrase in _MISSING):
+            for path in _texts(dict(RecordedSpec.parse(self.request.spec).config)):
+                if "/" in path and path in reason and glob.glob(str(Path(path).expanduser())):
+                    return (
+                        f"node {self.address(number)} has no {path}, which this machine has: data lie at the"
+                        " same absolute path on every node, or on a file system that all share"
+                    )
+        return reason
 
     def _death(self, number: int, error: Exception) -> str:
         """Return why an actor does not answer; raise Unusable if it could not start this package's code."""
@@ -353,9 +339,12 @@ class RunningTrial:
             raise Unusable(self.actors.nodes[number], f"node {self.address(number)} {why}") from None
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return f"its worker failed: {type(error.cause).__name__}: {error.cause}"
-        why = self.actors.why_gone(number, error, self._node_of)
-        self.lost_nodes += [self.actors.nodes[number]] if why == NODE_GONE else []
-        return why
+        node = self._node_of(self.actors.nodes[number])
+        # The node itself is probed: Ray reports a lost node much later.
+        if node and node["Alive"] and not silence(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"):
+            return f"its worker died ({type(error).__name__})"
+        self.lost_nodes.append(self.actors.nodes[number])
+        return "its node is gone"
 
     def address(self, number: int) -> str:
         """Return the IP address of a node, by the number of its actor."""
@@ -378,7 +367,6 @@ class _BlockingCalls:
 
 
 def _texts(content: object) -> Iterator[str]:
-    """Yield every string in nested mappings and lists."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):

@@ -1,13 +1,11 @@
 """Ray actors that run one trial: a single actor, or for a gang one on each of its nodes."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ablate.execution.messages import GangPart, TrialRequest
 from ablate.execution.workers.actor import Actor, WorkerFacts
-from ablate.execution.workers.cluster import Node, silence
 from ablate.execution.workers.placement import Need, Place
 
 if TYPE_CHECKING:
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 _CALLS = 4
 """Concurrent calls in one actor: a call that waits for messages, one that stops the trial, and those that
 move files."""
-
-NODE_GONE = "its node is gone"
 
 
 class TrialActors:
@@ -87,16 +83,3 @@ class TrialActors:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self._group)
-
-    def why_gone(self, number: int, error: Exception, node_of: Callable[[str], Node | None]) -> str:
-        """Return the probable reason why an actor, by its index, does not answer; `error` is Ray's for a call
-        of it. The node itself is probed: Ray reports a lost node much later. `node_of` as for
-        `RunningTrial`."""
-        node = node_of(self.nodes[number])
-        if (
-            node is None
-            or not node["Alive"]
-            or silence(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
-        ):
-            return NODE_GONE
-        return f"its worker died ({type(error).__name__})"
