@@ -170,7 +170,7 @@ def _annotate_study(state: Path, name: str, folder: Path) -> None:
 def _attach(mlflow: str, ledger: Ledger, made: Report) -> str | None:
     """Attach the report to the sweep's run in MLflow. Return a sentence if that fails, since the report
     itself is complete."""
-    from ablate.execution.tracking.attach import log_report
+    from ablate.execution.tracking.access import log_report
 
     try:
         log_report(mlflow, ledger, made.folder)

@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from ablate.errors import redact
 from ablate.execution.search.journal import REPEATS
 from ablate.execution.search.study import Study
 from ablate.execution.study_points import GivenUp, Point, outcome, over, reports, warm
+from ablate.execution.tracking.tracker import Follower, Tracker
 from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.results.summary import Gaps
@@ -27,9 +27,7 @@ from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
 
 if TYPE_CHECKING:
-    from ablate.execution.tracking.follower import Follower
     from ablate.execution.tracking.mlflow_tracker import MlflowTracker
-    from ablate.execution.tracking.tracker import Tracker
 
 
 _SETTLING_SHARE = 0.05
@@ -50,7 +48,6 @@ class Mirror:
             self._start()
 
     def _start(self) -> None:
-        from ablate.execution.tracking.follower import Follower
         from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 
         stop = threading.Event()
@@ -61,13 +58,6 @@ class Mirror:
     def trouble(self) -> str | None:
         """Reason for MLflow's delay; None while there is none."""
         return self._follower.trouble if self._follower else None
-
-    @property
-    def lag(self) -> str | None:
-        """Size and reason of MLflow's delay, as a sentence; None while there is none."""
-        if self.tracker is None or not self.trouble:
-            return None
-        return f"MLflow {self.tracker.behind:,} records behind ({self.trouble})"
 
     def refresh(self) -> set[int]:
         """Record in the ledger what was shipped since the last call; return the arms that it concerns."""
@@ -148,12 +138,13 @@ class Projections:
         busy: bool,
         clock: Callable[[], float] = time.monotonic,
         describe: Callable[[Ledger], str] = lambda ledger: "",
-        trackers: Mapping[str, "Tracker"] = {},
+        trackers: Mapping[str, Tracker] = {},
     ) -> None:
         self._experiment, self._ledger, self._describe = experiment, ledger, describe
         self._clock, self._settle_after = clock, -math.inf
         self.mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
-        self._followers = _follow(trackers, folder / "ledger.db")
+        path = folder / "ledger.db"
+        self._followers = {name: Follower(tracker, path, name) for name, tracker in trackers.items()}
         self._journal = folder / "optuna.log"
         self._warm, outside = warm(ledger, state, experiment)
         others = f"; {outside} others lie outside of this space" if outside else ""
@@ -183,13 +174,13 @@ class Projections:
     @property
     def trouble(self) -> str | None:
         """Delays of trackers with their reasons, as a sentence; None while there are none."""
-        delays = [self.mirror.lag] if self.mirror else []
-        delays += [
-            f"{name} is behind ({follower.trouble})"
-            for name, follower in self._followers.items()
-            if follower.trouble
-        ]
-        return "; ".join(filter(None, delays)) or None
+        delays = []
+        if self.mirror and self.mirror.tracker and self.mirror.trouble:
+            delays.append(f"MLflow {self.mirror.tracker.behind:,} records behind ({self.mirror.trouble})")
+        for name, follower in self._followers.items():
+            if follower.trouble:
+                delays.append(f"{name} is behind ({follower.trouble})")
+        return "; ".join(delays) or None
 
     def settled(self, trial: int) -> None:
         """Mark the arms that need this finished trial, and the arms that wait for such an arm as their
@@ -282,22 +273,12 @@ class Projections:
     def _point(self, arm: ArmRow, gaps: Gaps) -> Point:
         members = self._ledger.members(arm.repeats or arm.arm)
         shown = {} if arm.repeats else reports(self._ledger, members, self._experiment)
-        unfinished = Point(
-            arm.name,
-            json.loads(arm.knobs),
-            None,
-            refused=not members,
-            pruned=_pruned(members),
-            reports=shown,
-        )
-        if not members or unfinished.pruned or not over(members):
-            return unfinished
-        result = outcome(self._ledger, members, self._experiment)
-        return replace(
-            unfinished,
-            values=result.values,
-            violations=result.violations,
-            compared=_compared(members[0], gaps),
+        knobs, pruned = json.loads(arm.knobs), _pruned(members)
+        if not members or pruned or not over(members):
+            return Point(arm.name, knobs, None, refused=not members, pruned=pruned, reports=shown)
+        result, compared = outcome(self._ledger, members, self._experiment), _compared(members[0], gaps)
+        return Point(
+            arm.name, knobs, result.values, reports=shown, violations=result.violations, compared=compared
         )
 
     def _settle_point(self, number: int, members: list[Member], gaps: Gaps) -> None:
@@ -321,15 +302,6 @@ class Projections:
             for metric, values in zip(self._experiment.objectives, result.by_seed, strict=True)
         }
         self.study.tell(number, result.values, result.means, facts | by_seed, result.violations)
-
-
-def _follow(trackers: Mapping[str, "Tracker"], ledger: Path) -> dict[str, "Follower"]:
-    """Start the threads of trackers beside MLflow, by name."""
-    if not trackers:
-        return {}
-    from ablate.execution.tracking.follower import Follower
-
-    return {name: Follower(tracker, ledger, name) for name, tracker in trackers.items()}
 
 
 def _compared(member: Member, gaps: Gaps) -> dict[str, Json]:

@@ -144,7 +144,7 @@ HASTY = """
 import json, sys, time
 import mlflow.store.db.utils
 from ablate.__main__ import main
-from ablate.execution.tracking.follower import Follower
+from ablate.execution.tracking.tracker import Follower
 from ablate.verification.checkup import Checkup
 Checkup.start = Checkup.passed = lambda self: None
 mlflow.store.db.utils.MAX_RETRY_COUNT = 0

@@ -22,7 +22,7 @@ from support.processes import HOLD_LOCK, ready_process
 from support.services import free_port, mlflow
 
 from ablate.execution import controller
-from ablate.execution.tracking import database, follower
+from ablate.execution.tracking import database, tracker
 from ablate.execution.tracking.runs import key
 from ablate.files import lock
 from ablate.store.databases import url
@@ -194,7 +194,7 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, late,
     address, serve = late
     serve()
     monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
-    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.5)
     monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 120.0)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
     thread = threading.Thread(target=proxy.serve_forever)

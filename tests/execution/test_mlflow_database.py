@@ -15,7 +15,7 @@ from support.experiments import environment, sweep, tiny, until
 from support.mlflow_runs import histories, runs
 
 from ablate.execution.projections import Mirror
-from ablate.execution.tracking import database, follower
+from ablate.execution.tracking import database, tracker
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 from ablate.store import databases
 from ablate.store.databases import path_of, url
@@ -164,7 +164,7 @@ def test_a_rebuild_puts_aside_a_database_that_mlflow_cannot_open_and_a_sync_does
 def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     store, spare = tmp_path / "shared.db", tmp_path / "spare.db"
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     for path in (store, spare):
@@ -190,7 +190,7 @@ def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_
 def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     store = tmp_path / "mlflow.db"
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
@@ -229,7 +229,7 @@ def test_child_runs_of_a_deleted_parent_belong_to_its_successor(deleted, last, t
     """Delete runs while a sweep is drawn, twice, and close it as done or as interrupted."""
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     store = tmp_path / "mlflow.db"
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     gone = set()

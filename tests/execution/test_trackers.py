@@ -17,9 +17,8 @@ from ablate.errors import InputError
 from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome, RunOptions
-from ablate.execution.tracking.follower import Follower
 from ablate.execution.tracking.runs import gap_key, key, shown
-from ablate.execution.tracking.tracker import TRACKERS, Tracker, open_trackers
+from ablate.execution.tracking.tracker import TRACKERS, Follower, Tracker, open_trackers
 from ablate.execution.workers import Inline
 from ablate.training.workloads import WORKLOADS
 

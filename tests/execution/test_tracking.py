@@ -14,7 +14,7 @@ from support.studies import outcomes, trials
 from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
-from ablate.execution.tracking.attach import log_report
+from ablate.execution.tracking.access import log_report
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 from ablate.execution.tracking.runs import gap_key, key, page, view
 from ablate.execution.workers import Inline
@@ -447,9 +447,7 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
 
 
 def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
-    from ablate.execution.tracking import follower
-
-    monkeypatch.setattr(follower, "Follower", None)
+    monkeypatch.setattr("ablate.execution.projections.Follower", None)
     outcome, _ = sweep(tiny(drawn, "drawn"), drawn, store)
     assert outcome.ran == 0
 

@@ -1,4 +1,4 @@
-"""Access to MLflow: its client, a check before anything runs, and its errors in one sentence.
+"""Access to MLflow: its client, a check before anything runs, its errors in one sentence, a report's files.
 
 A wrong password is an error of the user's and ends the command. A server that does not answer may come back,
 so the sweep runs and ships its records later.
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ablate.errors import InputError, first_line, redact
+from ablate.execution.tracking.runs import NOTE
 from ablate.store.databases import open_readonly, path_of, tables
+from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 _REFUSED = (401, 403)
 LOOK_SECONDS = 5.0
+_FOLDER = "report"
+_FIRST = "index.html"
 
 
 def import_client() -> None:
@@ -101,6 +105,27 @@ def plainly(error: Exception) -> str | None:
     unanswered = re.search(r"HTTPS?Connection.*(?:\[Errno -?\d+\] (?P<cause>[^\"')]+)|timed out)", str(error))
     why = unanswered and (unanswered["cause"] or "timed out")
     return refusal(error) or (f"MLflow's server does not answer: {why}" if why else None)
+
+
+def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
+    """Upload all files of a folder to the sweep's run, below `report/`, and link them in its description;
+    replace older files. Do nothing if the sweep is not in MLflow. InputError, in one sentence, if MLflow
+    cannot store the files."""
+    run = ledger.facts.mlflow_parent
+    if not run or not folder.is_dir():
+        return
+    with errors_explained(uri):
+        look(uri)
+        client = open_client(uri)
+        if not is_active(client, run):
+            raise InputError(f"{redact(uri)}: the sweep's run {run} was deleted in MLflow")
+        client.log_artifacts(run, str(folder), _FOLDER)
+        name = _FIRST if (folder / _FIRST).exists() else ""
+        kept = client.get_run(run)
+        place = f"#/experiments/{kept.info.experiment_id}/runs/{run}/artifacts/{_FOLDER}/{name}"
+        note, line = kept.data.tags.get(NOTE, ""), f"[The report]({place})"
+        if line not in note:
+            client.set_tag(run, NOTE, f"{note}\n\n{line}")
 
 
 def _answer(uri: str) -> int | None:

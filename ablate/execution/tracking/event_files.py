@@ -78,7 +78,6 @@ def _values(path: Path, run: EventRun) -> "Iterator[tuple[int, Summary.Value]]":
 
 
 def _scalar(value: "Summary.Value", path: Path) -> float | None:
-    """Return the number of a summary; None for one that is not a scalar."""
     if value.HasField("simple_value"):
         return float(value.simple_value)
     if not value.HasField("tensor") or value.metadata.plugin_data.plugin_name not in ("scalars", ""):

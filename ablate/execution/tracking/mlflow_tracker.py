@@ -274,7 +274,6 @@ class MlflowTracker(Tracker):
             client.set_experiment_tag(experiment, _VIEW_TAG, shown)
 
     def _ship(self, client: "MlflowClient", ledger: Ledger) -> None:
-        """Bring the run of every unfinished member up to date with the ledger."""
         for member in ledger.to_ship():
             key = (member.arm, member.seed)
             known = self._shipped.get(key) or Shipped(*key, member.mlflow or "", member.shipped, closed=False)

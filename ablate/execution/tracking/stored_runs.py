@@ -69,7 +69,6 @@ def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]
 
 
 def _runs(client: "MlflowClient", experiment: str) -> Iterator[StoredRun]:
-    """Yield the runs of an experiment, the first first."""
     token: str | None = None
     while True:
         page = client.search_runs(
