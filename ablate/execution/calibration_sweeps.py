@@ -32,7 +32,6 @@ class TooLong(Exception):
 def _sweeps(
     file: Path, experiment: Experiment, seeds: int, bad: str, full: bool
 ) -> dict[Path, dict[str, Json]]:
-    """Return the files of the calibration's sweeps, with what they change of the experiment."""
     own = [arm for arm in experiment.arms if not arm.outside and arm.name not in experiment.added]
     own = [arm for arm in own if arm.baseline is not None] or [experiment.base.arm({})]
     middle = sorted({0, len(own) // 2, len(own) - 1})

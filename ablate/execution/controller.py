@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from ablate.errors import one_line
 from ablate.execution import sweep_control
 from ablate.execution.failures import Failures, divergence, lost_baselines
-from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
+from ablate.execution.messages import Ended, Event, Events, Message, Notice, TrialRequest, Waiting
 from ablate.execution.planned_code import PlannedCode, edited_error
 from ablate.execution.progress import Executor, Outcome, Progress, Routine, Running, RunOptions, Status
 from ablate.execution.scheduler import Scheduler
@@ -40,7 +40,7 @@ from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
 from ablate.files import Json, full
 from ablate.store.ledger import Ledger
-from ablate.store.trial_store import Store
+from ablate.store.trial_store import Result, Store
 from ablate.training.metric_names import ENDINGS
 from ablate.training.workloads import context_free
 
@@ -215,15 +215,12 @@ class Controller:
             self._obey(executor)
             if edited := self._code.edited():
                 self._end_edited(edited)
-            executor.wanted = (
-                len(self._running)
-                + len(self.scheduler.queue)
-                + max(0, self.scheduler.asks_left) * len(self.experiment.seeds)
-            )
+            proposed = max(0, self.scheduler.asks_left) * len(self.experiment.seeds)
+            executor.wanted = len(self._running) + len(self.scheduler.queue) + proposed
             self._slots = executor.slots
-            while (
-                len(self._running) < executor.slots and self._may_start(executor) and (work := self._next())
-            ):
+            while len(self._running) < executor.slots and self._may_start(executor):
+                if not (work := self._next()):
+                    break
                 self._submit(executor, work)
                 yield self._progress()
             # Without a slot the sweep waits for nodes that others use.
@@ -250,38 +247,26 @@ class Controller:
         self._extended, search = now, self.experiment.keys.search
         if self.experiment.keys.growth or self.experiment.keys.blame:
             self.news += map(Routine, (*self.scheduler.grow(), *self.scheduler.blame()))
-        elif (
-            search
-            and search.confirm
-            and not self._confirmed
-            and not self._running
-            and self.scheduler.asks_left <= 0
-        ):
+        elif search and search.confirm and self.scheduler.asks_left <= 0 and not self._running:
+            self.news += [] if self._confirmed else self.scheduler.confirm()
             self._confirmed = True
-            self.news += self.scheduler.confirm()
         if self.scheduler.same_code:
             self.news += self.scheduler.same_code.news()
 
     def _work_left(self) -> bool:
-        return (
-            not self._halt
-            and not self._spent()
-            and bool(self.scheduler.queue or self.scheduler.asks_left > 0)
-        )
+        wanted = bool(self.scheduler.queue or self.scheduler.asks_left > 0)
+        return wanted and not (self._halt or self._spent())
 
     def _spent(self) -> bool:
-        """Return True if the budget of this run is used up."""
         budget, now = self.experiment.keys.budget, time.time()
         if budget.trials is not None and self._ran + len(self._running) >= budget.trials:
             return True
         if budget.hours is not None and now - self._started >= 3600 * budget.hours:
             return True
+        if budget.cost is None or self.options.price is None:
+            return False
         used = self._slot_seconds + sum(now - running.started for running in self._running.values())
-        return (
-            budget.cost is not None
-            and self.options.price is not None
-            and used / 3600 * self.options.price >= budget.cost
-        )
+        return used / 3600 * self.options.price >= budget.cost
 
     def _status(self) -> Status:
         if self._halt:
@@ -328,11 +313,8 @@ class Controller:
         """Start no more trials, because the disk is full or nearly full. `amount`: space to free, for the
         message."""
         if not self._halt:
-            self._halt = (
-                "disk",
-                f"The disk of {self.state} is full: free {amount}, then run the same command again."
-                " Nothing is lost.",
-            )
+            remedy = f"free {amount}, then run the same command again. Nothing is lost."
+            self._halt = "disk", f"The disk of {self.state} is full: {remedy}"
 
     def _next(self) -> Work | None:
         while not self.scheduler.queue and self.scheduler.asks_left > 0:
@@ -342,9 +324,8 @@ class Controller:
             except KnobError as error:
                 self.projections.study.refuse(number, str(error))
                 self._say(f"point {number} cannot be run: {error}")
-        return self.scheduler.queue.next(
-            {name for running in self._running.values() for _, name in running.request.fork}
-        )
+        coming = {name for running in self._running.values() for _, name in running.request.fork}
+        return self.scheduler.queue.next(coming)
 
     def _submit(self, executor: Executor, work: Work) -> None:
         if self.scheduler.adopt(work.trial, work.spec.id):  # another sweep has finished it meanwhile
@@ -352,15 +333,9 @@ class Controller:
             return
         attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
         request = self._request(work, attempt)
+        name, now = one_line(work.arm.name), time.time()
         self._running[work.spec.id] = Running(
-            one_line(work.arm.name),
-            work.seed,
-            work.trial,
-            attempt,
-            time.time(),
-            work.spec.steps,
-            request,
-            work,
+            name, work.seed, work.trial, attempt, now, work.spec.steps, request, work
         )
         self.ledger.move_log()
         executor.submit(request)
@@ -382,7 +357,6 @@ class Controller:
     # Orders
 
     def _obey(self, executor: Executor) -> None:
-        """Carry out the orders of `ablate stop`."""
         for order in sweep_control.take(self.folder):
             if "workers" in order:
                 executor.resize(order["workers"])
@@ -466,19 +440,18 @@ class Controller:
     ) -> None:
         self._ran += 1
         if outcome == "done" and running.steps > running.begun:
-            self._pace.learn(
-                running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
-            )
+            seconds = result["seconds"] * running.steps / (running.steps - running.begun)
+            self._pace.learn(running.work.load, seconds)
         if outcome == "done":
             self.scheduler.ledger.note_context_free(running.trial, context_free(result))
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
         self.projections.settled(running.trial)
         if outcome == "done":
             require_metrics(self.experiment, self.ledger, running.trial, running.title)
-        final = self.ledger.last_value(running.trial, self.experiment.metric.name)
-        ending = (
-            f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
-        )
+        metric = self.experiment.metric.name
+        ending = f"diverged: {reason}"
+        if outcome != "diverged":
+            ending = f"{metric} {self.ledger.last_value(running.trial, metric):.5g}"
         self._say(f"{running.title}: {ending} ({result['seconds']:.0f} s)", outcome != "diverged")
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
@@ -505,11 +478,9 @@ class Controller:
         self._give_up(running, "failed", end.reason, end.log if new else "")
         hopeless = end.raised and self._failures.hopeless(self.ledger, self.scheduler.asks_left)
         if hopeless and not self._halt:
-            self._halt = (
-                "failed",
-                "Stopped: trials fail by the same exception, and without them nothing can be compared."
-                " Nothing is lost: correct the code, and the same command continues.",
-            )
+            why = "trials fail by the same exception, and without them nothing can be compared"
+            remedy = "Nothing is lost: correct the code, and the same command continues."
+            self._halt = "failed", f"Stopped: {why}. {remedy}"
 
     def _end_edited(self, files: Iterable[Path]) -> NoReturn:
         self._discards = True
@@ -529,9 +500,8 @@ class Controller:
         for event in events:
             if event.get("events") and not running.guarded and not ENDINGS & event["metrics"].keys():
                 running.guarded = True
-                self._say(
-                    f"{running.title} step {event['step']}: {event['events'][0]}; more of it in the report"
-                )
+                action = event["events"][0]
+                self._say(f"{running.title} step {event['step']}: {action}; more of it in the report")
             if event.get("alarms") and not running.warned:
                 running.warned = True
                 more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""
@@ -564,7 +534,6 @@ class Controller:
 
 
 def _ordered(order: sweep_control.Order, work: Work) -> bool:
-    """Return True if an order to stop an arm or a trial applies to this work."""
     return work.arm.name == order["name"] if order["stop"] == "arm" else work.spec.id == order["id"]
 
 

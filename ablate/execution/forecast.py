@@ -67,7 +67,11 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
     machine has measured for other state folders; None to leave it out."""
     store = Store(state)
     result = Forecast(known=not experiment.base.config.own_code)
-    recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
+    recorded = _Recorded([(arm, experiment.seeds) for arm in experiment.arms])
+    path = state / "sweeps" / experiment.name / "ledger.db"
+    if path.exists():  # a damaged ledger is skipped here; `ablate sweep` refuses it
+        with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+            _add_ledger(recorded, experiment, ledger, store, device)
     pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.keys.telemetry))
     if paces:
         pace.recall(paces.read())
@@ -85,11 +89,8 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
                 todo[spec.id] = load
         if position < len(experiment.arms):
             result.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
-    named = {
-        (arm.name, spec.seed): PlannedTrial(spec.id, spec.wire)
-        for arm, specs, _ in result.rows
-        for spec in specs
-    }
+    rows = [(arm.name, spec) for arm, specs, _ in result.rows for spec in specs]
+    named = {(name, spec.seed): PlannedTrial(spec.id, spec.wire) for name, spec in rows}
     result.redefined = redefined(recorded.members, named)
     result.trials, result.done, result.proposed = len(todo), len(finished), recorded.proposed
     computed = family.steps(todo.keys(), {path.stem for path in (state / "checkpoints").glob("*.pt")})
@@ -132,14 +133,6 @@ class _Recorded:
     """The last run of the same file finished all trials."""
 
 
-def _recorded(experiment: Experiment, path: Path, store: Store, device: str) -> _Recorded:
-    recorded = _Recorded([(arm, experiment.seeds) for arm in experiment.arms])
-    if path.exists():  # a damaged ledger is skipped here; `ablate sweep` refuses it
-        with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
-            _add_ledger(recorded, experiment, ledger, store, device)
-    return recorded
-
-
 def _add_ledger(
     recorded: _Recorded, experiment: Experiment, ledger: Ledger, store: Store, device: str
 ) -> None:
@@ -158,13 +151,16 @@ def _add_ledger(
     if not experiment.keys.search:
         return
     recorded.proposed = ledger.proposed()
-    wanted = {"engine": experiment.engine, "device": device}
+    wanted = {"engine": experiment.engine, "device": device}.items()
     named = {arm.name for arm in experiment.arms}
     for arm in ledger.arms():
         recorded.confirmed |= arm.role == "confirmed"
         first = experiment.seeds if arm.name in named else ()
         own = [row for row in members.get(arm.name, []) if row.seed not in first]
-        if unchanged and all(_finished(row, wanted, store, recorded.pruned) for row in own):
+        if unchanged and all(
+            wanted <= row.resolved.content.items() and (row.id in recorded.pruned or store.finished(row.id))
+            for row in own
+        ):
             recorded.finished |= {row.id for row in own}
         elif own:
             with suppress(KnobError):  # the file was edited
@@ -172,13 +168,7 @@ def _add_ledger(
 
 
 def _seeds(first: tuple[int, ...], rows: list[Member]) -> tuple[int, ...]:
-    """Return the union of these seeds and those of the members."""
     return tuple(sorted({*first, *(row.seed for row in rows)}))
-
-
-def _finished(row: Member, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
-    """Return True if the member's trial is finished or pruned, on the wanted engine and class of device."""
-    return wanted.items() <= row.resolved.content.items() and (row.id in pruned or store.finished(row.id))
 
 
 class TimeNeeded(NamedTuple):
@@ -215,8 +205,5 @@ def time_needed(
         room = {"here": float(units)}
         slots = max(1, len(placements(Need.of(resources.gpus_of(device), ranks), slots, room, room, ())))
     unmeasured = 1 if measured else ranks  # without measurements, the cost of a workload is that of one core
-    seconds = (
-        time_left(result.seconds / unmeasured, result.longest / unmeasured, (), slots)
-        + _START_SECONDS[executor]
-    )
-    return TimeNeeded(seconds, slots)
+    seconds = time_left(result.seconds / unmeasured, result.longest / unmeasured, (), slots)
+    return TimeNeeded(seconds + _START_SECONDS[executor], slots)

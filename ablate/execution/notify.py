@@ -29,10 +29,15 @@ class Hook:
         self._url = address.startswith(("http://", "https://"))
         self._threads: list[threading.Thread] = []
         self._troubles: list[str] = []
-        if self._url:
-            _check_url(address)
-        else:
+        if not self._url:
             self._words = _words(address)
+        elif any(passwords(address.partition("?")[0])):
+            raise InputError(
+                "--notify: a URL with user:password@ cannot be called;"
+                " use a command, which may hold its own password"
+            )
+        elif not address.partition("://")[2].strip("/"):
+            raise InputError(f"--notify {address}: no host")
 
     def tell(self, message: Mapping[str, Json]) -> None:
         """Send the message without waiting for the result."""
@@ -57,11 +62,7 @@ class Hook:
     def _send(self, message: bytes) -> None:
         try:
             why = self._post(message) if self._url else self._call(message)
-        except (
-            OSError,
-            ValueError,
-            subprocess.SubprocessError,
-        ) as error:  # no network, no such host, no answer in time
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # no network, host, answer in time
             why = f"{type(error).__name__}: {error}"
         if why:
             self._troubles.append(f"notify: {redact(why.splitlines()[0], self._address)}")
@@ -79,22 +80,10 @@ class Hook:
         done = subprocess.run(
             self._words, input=message, capture_output=True, timeout=COMMAND_SECONDS, check=False
         )
+        if not done.returncode:
+            return None
         last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
-        return (
-            f"{self._words[0]} ended with status {done.returncode}{last and f': {last}'}"
-            if done.returncode
-            else None
-        )
-
-
-def _check_url(url: str) -> None:
-    if any(passwords(url.partition("?")[0])):
-        raise InputError(
-            "--notify: a URL with user:password@ cannot be called;"
-            " use a command, which may hold its own password"
-        )
-    if not url.partition("://")[2].strip("/"):
-        raise InputError(f"--notify {url}: no host")
+        return f"{self._words[0]} ended with status {done.returncode}{last and f': {last}'}"
 
 
 def _words(command: str) -> list[str]:

@@ -61,7 +61,6 @@ class PlannedCode:
 
 
 def _signed(config: Workload | Own) -> Iterator[tuple[Path, _Signature]]:
-    """Yield each file of a configuration, with what changes if it is written."""
     try:
         for path in config.files():
             if signature := _signature(path):

@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ablate.errors import InputError
-from ablate.execution.messages import Result
 from ablate.execution.same_code import SameCode
 from ablate.execution.study_points import GivenUp, infeasible, inside
 from ablate.execution.time_model import Load
@@ -37,7 +36,7 @@ from ablate.files import Busy, Damaged, Json
 from ablate.store.judged_files import keep
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED, Member
-from ablate.store.trial_store import Store
+from ablate.store.trial_store import Result, Store
 from ablate.training.data.facts import KINDS, facts
 from ablate.training.workloads import context_free
 
@@ -105,12 +104,8 @@ class Scheduler:
             self.ledger.unwant()
             numbers = itertools.count()
             for arm in self.experiment.arms:
-                self.want(
-                    arm,
-                    None
-                    if arm.name in self.experiment.added or arm.outside or self.experiment.keys.search
-                    else next(numbers),
-                )
+                shown = not (arm.name in self.experiment.added or arm.outside or self.experiment.keys.search)
+                self.want(arm, next(numbers) if shown else None)
             if self.experiment.keys.search:
                 for knobs in proposed:
                     with suppress(KnobError):  # reported when it was proposed
@@ -160,7 +155,6 @@ class Scheduler:
         return number
 
     def _wait(self, work: Work) -> None:
-        """Queue an unfinished trial, unless it was pruned."""
         self._renew(work.trial, work.spec.id)
         if self._status[work.trial] == "pruned":
             return
@@ -174,10 +168,8 @@ class Scheduler:
         pruned, seal = self._status[trial] == "pruned", self.ledger.records_seal(trial)
         if not self.ledger.recorded(trial) and not (pruned and seal):
             return
-        if (
-            pruned and seal and self.ledger.digest(trial) == seal
-        ):  # the ledger is intact, even if the files are not
-            return
+        if pruned and seal and self.ledger.digest(trial) == seal:
+            return  # the ledger is intact, even if the files are not
         events = list(self.store.events(trial_id, strict=False))
         if (pruned and seal) or self.ledger.strays(trial, events):
             self.ledger.renew(trial, events if pruned else ())
@@ -198,7 +190,6 @@ class Scheduler:
                     self._wait(self._works[trial_id])
 
     def _describe_data(self, spec: TrialSpec) -> None:
-        """Record the facts of the trial's data source once per source."""
         source = spec.config.data_source
         if isinstance(source, KINDS) and (fingerprint := spec.config.fingerprint()) not in self._data:
             self._data.add(fingerprint)
@@ -214,15 +205,17 @@ class Scheduler:
         while growth and not self.queue:  # after reused results an arm may still be undecided
             counts = Counter(member.name for member in self.ledger.members())
             wanted = [
-                (arms[name], arms[base], growth.more(counts[name])) for name, base in undecided(self.ledger)
+                (arms[name], arms[base], seeds)
+                for name, base in undecided(self.ledger)
+                if (seeds := growth.more(counts[name]))
             ]
-            wanted = [(arm, baseline, seeds) for arm, baseline, seeds in wanted if seeds]
             if not wanted:
                 break
             for arm, baseline, seeds in wanted:
                 lines.append(f"{arm.name}: undecided after {counts[arm.name]} seeds, {len(seeds)} more")
-                self._more(baseline, seeds)
-                self._more(arm, seeds)
+                for grown in (baseline, arm):  # its number in the study stays
+                    number = next(row.optuna for row in self.ledger.arms() if row.name == grown.name)
+                    self.want(grown, number, seeds)
         return lines
 
     def blame(self) -> list[str]:
@@ -258,21 +251,14 @@ class Scheduler:
             return []
         name = winner(self.ledger, infeasible=infeasible(self.ledger, self.experiment))
         if name is None:
-            return [
-                "no arm of the search is better than its baseline and keeps the constraints:"
-                " there is nothing to confirm"
-            ]
+            none = "no arm of the search is better than its baseline and keeps the constraints"
+            return [f"{none}: there is nothing to confirm"]
         chosen = next(row for row in self.ledger.arms() if row.name == name)
         arm, baseline = self.experiment.propose(json.loads(chosen.knobs))
         seeds = fresh_seeds(self.ledger, search.confirm)
         self.want(baseline, seeds=seeds)
         self.want(replace(arm, name=CONFIRM + name), seeds=seeds, role="confirmed")
         return [f"the search is over: its best arm, {name}, runs again on {len(seeds)} fresh seeds"]
-
-    def _more(self, arm: Arm, seeds: Iterable[int]) -> None:
-        """Request more seeds of an arm that has members already; its number in the study stays."""
-        number = self.ledger.arm(arm.name)
-        self.want(arm, next(row.optuna for row in self.ledger.arms() if row.arm == number), seeds)
 
     def propose(self, knobs: Mapping[str, Json], number: int) -> int:
         """Request a proposed arm and its baseline; return the arm's number in the ledger, or that of the
@@ -282,17 +268,13 @@ class Scheduler:
         point = json.dumps(knobs, sort_keys=True)
         if inside(knobs, self.experiment.space) is not None:
             self._distinct.add(point)
-        rounded = {
-            knob: float(f"{value:.3g}") if isinstance(value, float) else value
-            for knob, value in knobs.items()
-        }
-        name = f"{number}: {label(rounded)}"  # the number keeps it unique
+        short = {knob: float(f"{at:.3g}") if isinstance(at, float) else at for knob, at in knobs.items()}
+        name = f"{number}: {label(short)}"  # the number keeps it unique
         try:
             arm, baseline = self.experiment.propose(knobs)
         except KnobError as error:
-            refused = self.ledger.add_arm(
-                name, knobs, None, number, "refused", self._first.get(point), str(error)
-            )
+            first = self._first.get(point)
+            refused = self.ledger.add_arm(name, knobs, None, number, "refused", first, str(error))
             self._first.setdefault(point, refused)
             raise
         if arm.content in self._first:
@@ -339,9 +321,8 @@ class Scheduler:
                 self._seal(trial)
                 if finished:
                     folder = self.store.folder(trial_id)
-                    self.news.append(
-                        f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}"
-                    )
+                    why = f"its records in the ledger were damaged; read again from {folder}"
+                    self.news.append(f"trial {trial_id}: {why}")
             self.ledger.files_seen(trial_id, signature)
         if result["status"] == "done":
             self.ledger.note_context_free(trial, context_free(result))
@@ -360,7 +341,6 @@ class Scheduler:
         return kept in (None, records)
 
     def _seal(self, trial: int) -> None:
-        """Store the digest of a trial's records in the ledger, unless it has one already."""
         if self.ledger.records_seal(trial) is None and (records := self.ledger.digest(trial)):
             self.ledger.seal_records(trial, records)
 
@@ -456,21 +436,18 @@ class Scheduler:
     def _refuse_other_versions(self, before: Mapping[tuple[str, int], Member]) -> None:
         """Raise InputError if part of this sweep was computed by other versions of the code, and trials would
         run: its arms could not be compared."""
-        outdated: Counter[str] = Counter()
-        changes = set()
+        outdated, changes = set[str](), set[str]()
         for member in self.ledger.members():
             old = before.get((member.name, member.seed))
             if old is None or old.id == member.id or old.status not in FINISHED:
                 continue
             then, now = old.resolved.content, member.resolved.content
             if differing := versions_alone(then, now):
-                changes |= {
-                    f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing
-                }
-                outdated[old.id] += 1
-        if outdated and (
-            pending := self.count["pending"]
-        ):  # if none, this code has computed all of it before
+                for key in differing:
+                    changes.add(f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}")
+                outdated.add(old.id)
+        pending = self.count["pending"]  # if none, this code has computed all of it before
+        if outdated and pending:
             raise InputError(
                 f"{self.experiment.file}: {len(outdated)} trials are done under"
                 f" {' and '.join(sorted(changes))}, and {pending} would run: the code that computes them"

@@ -3,7 +3,7 @@
 import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from ablate.errors import InputError
@@ -94,30 +94,20 @@ class Family:
         return {self._name(spec, step) for spec in self for step in spec.kept_steps}
 
 
-def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
-    """Return the names of the shared states that other unfinished sweeps need; None if one of them does not
-    record its needs."""
-    names: set[str] = set()
-    for path in _other_ledgers(state, sweep):
+def wanted_elsewhere(state: Path, sweep: str) -> tuple[set[str] | None, set[str]]:
+    """Return the names of the shared states that other unfinished sweeps need, None if one of them does not
+    record its needs; and of the states at which windows of other sweeps leave their trunks."""
+    wanted: set[str] | None = set()
+    trunks: set[str] = set()
+    for path in state.glob("sweeps/*/ledger.db"):
+        if path.parent.name == sweep:
+            continue
         try:
             with closing(Ledger(path, readonly=True)) as other:
+                trunks |= other.facts.trunks or set()
                 if other.unfinished():
-                    if (shared := other.facts.shared) is None:  # just begun
-                        return None
-                    names |= shared
+                    shared = other.facts.shared  # None: just begun
+                    wanted = None if wanted is None or shared is None else wanted | shared
         except (sqlite3.Error, InputError):  # damaged, or another version's
-            return None
-    return names
-
-
-def trunks_elsewhere(state: Path, sweep: str) -> set[str]:
-    """Return the names of the states at which windows of other sweeps leave their trunks."""
-    names: set[str] = set()
-    for path in _other_ledgers(state, sweep):
-        with suppress(sqlite3.Error, InputError), closing(Ledger(path, readonly=True)) as other:
-            names |= other.facts.trunks or set()
-    return names
-
-
-def _other_ledgers(state: Path, sweep: str) -> Iterator[Path]:
-    return (path for path in state.glob("sweeps/*/ledger.db") if path.parent.name != sweep)
+            wanted = None
+    return wanted, trunks

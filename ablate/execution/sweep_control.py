@@ -73,24 +73,18 @@ def damage(path: Path) -> str | None:
         if why:
             return why
         with closing(open_readonly(path)) as db:
-            found = quick_check(db)
+            if why := quick_check(db):
+                return why
     except sqlite3.OperationalError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     except sqlite3.DatabaseError as error:
         return str(error)
-    return found or _flaw(path)
-
-
-def _flaw(path: Path) -> str | None:
-    """Return a description of wrong content in an intact SQLite file, also of names that are not text; None
-    if it is not a ledger, or only begun."""
     try:
         with closing(Ledger(path, readonly=True)) as ledger:
             return ledger.flaw()
-    except sqlite3.OperationalError as error:
-        return None if "no such table" in str(error) else str(error)
-    except sqlite3.DatabaseError as error:
-        return str(error)
+    except sqlite3.DatabaseError as error:  # also a name that is not text; no table: no ledger, or only begun
+        begun = isinstance(error, sqlite3.OperationalError) and "no such table" in str(error)
+        return None if begun else str(error)
 
 
 def put_aside(path: Path) -> Path:
@@ -105,8 +99,7 @@ def put_aside(path: Path) -> Path:
 def check(folder: Path, file: str) -> None:
     """Raise InputError if the sweep's ledger is damaged. Call it before the ledger is opened, holding the
     sweep's lock."""
-    found = damage(folder / "ledger.db")
-    if found:
+    if found := damage(folder / "ledger.db"):
         raise InputError(refusal(folder / "ledger.db", found, file))
 
 

@@ -100,30 +100,24 @@ def read(folder: Path, store: Store, about_of: AboutOf = lambda folder, ledger: 
     sweep's report."""
     process, path = holder(folder), folder / "ledger.db"
     controller = str(process) if process else None
-    if why := absent(path):
-        return Status(folder.name, controller=controller, trouble="is starting" if process else why)
+    trouble = absent(path)
+    if trouble and process:
+        trouble = "is starting"
     try:
-        with closing(Ledger(path, readonly=True)) as ledger:
-            if why := ledger.flaw():
-                raise sqlite3.DatabaseError(why)
-            return _read(folder, ledger, store, controller, about_of(folder, ledger))
-    except sqlite3.OperationalError as error:  # created but still empty, or unreadable
-        trouble = f"{path}: cannot be read: {error}"
-        if "no such table" in str(error):
-            trouble = "is starting" if process else absent(path, empty=True) or trouble
-        trouble = refusal(path, str(error)) if "decode" in str(error) else trouble
-        return Status(folder.name, controller=controller, trouble=trouble)
+        if not trouble:
+            with closing(Ledger(path, readonly=True)) as ledger:
+                if why := ledger.flaw():
+                    raise sqlite3.DatabaseError(why)
+                return _read(folder, ledger, store, controller, about_of(folder, ledger))
     except InputError as error:
-        return Status(folder.name, controller=controller, trouble=str(error))
-    except (
-        sqlite3.DatabaseError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ) as error:
+        trouble = str(error)
+    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, RecursionError) as error:
         trouble = refusal(path, str(error))
-        return Status(folder.name, controller=controller, trouble=trouble)
+        if isinstance(error, sqlite3.OperationalError) and "decode" not in str(error):
+            trouble = f"{path}: cannot be read: {error}"
+            if "no such table" in str(error):  # created but still empty
+                trouble = "is starting" if process else absent(path, empty=True) or trouble
+    return Status(folder.name, controller=controller, trouble=trouble)
 
 
 def _read(
@@ -146,10 +140,12 @@ def _read(
         controller=controller,
         trials=dict(counts),
         running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
-        failures=[_failure(ledger, store, member) for member in reversed(failed)]
-        + [
-            Failure(one.member.name, one.member.seed, one.member.id, "diverged", str(one), [])
-            for one in reversed(diverged.values())
+        failures=[
+            *(_failure(ledger, store, member) for member in reversed(failed)),
+            *(
+                Failure(one.member.name, one.member.seed, one.member.id, "diverged", str(one), [])
+                for one in reversed(diverged.values())
+            ),
         ],
         seconds_left=_seconds_left(ledger, now, running) if controller else None,
         quantisers=ledger.facts.provenance.get("quantisers"),
@@ -186,13 +182,10 @@ def _running_trial(
 
 
 def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
-    attempt = ledger.last_attempt(member.trial)
-    reason = member.reason or ""
-    log = (
-        store.log_tail(member.id, attempt or 1, _LOG_LINES + 1).splitlines()
-        if member.status != "stopped"
-        else []
-    )
+    reason, log = member.reason or "", list[str]()
+    if member.status != "stopped":
+        attempt = ledger.last_attempt(member.trial) or 1
+        log = store.log_tail(member.id, attempt, _LOG_LINES + 1).splitlines()
     # Most reasons repeat the last line of the log.
     shown = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]
     return Failure(member.name, member.seed, member.id, member.status, reason, shown)

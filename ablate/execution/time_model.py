@@ -86,9 +86,8 @@ class Load:
     def distance(self, other: "Load") -> float:
         """Return the difference in the logarithm of cost per step, plus a constant if recipe or precision
         differ."""
-        difference = abs(
-            math.log(max(self.cost, 1e-9) / self.steps) - math.log(max(other.cost, 1e-9) / other.steps)
-        )
+        own, others = (math.log(max(one.cost, 1e-9) / one.steps) for one in (self, other))
+        difference = abs(own - others)
         if self.plain != other.plain:
             return difference + _OTHER_PRECISION
         return difference + (_OTHER_RECIPE if self.recipe != other.recipe else 0.0)
@@ -147,7 +146,6 @@ class TimeModel:
         return sum(count * one for count, one in each), max((one for _, one in each), default=0.0)
 
     def _scale(self, load: Load) -> float:
-        """Return the median of seconds over cost among the trials most like this one; 1 if there are none."""
         near = _nearest(load, self._measured)
         if not near or near[0][0] > _AS_NEAR:
             recalled = _nearest(load, self._recalled)
@@ -258,9 +256,8 @@ def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tu
             if spec.data != data or any(theirs.get(name) != ours.get(name) for name in _SAME):
                 continue
             moved = {"data": ours["data"]} if "data" in theirs else {}
-            load = _load(
-                kind, json.dumps({**theirs, **moved}), json.dumps(spec.recipe), json.dumps(spec.forks)
-            )
+            parts = ({**theirs, **moved}, spec.recipe, spec.forks)
+            load = _load(kind, *map(json.dumps, parts))
             computed = result["steps"] - _start(folder, result["attempt"])
             if computed > 0:
                 yield load, result["seconds"] * load.steps / computed
@@ -347,22 +344,15 @@ def unproposed(experiment: Experiment, device: str, asks: int, confirms: bool, g
     points = min(max(0, asks), experiment.most_searched)
     workload = [knob for knob in experiment.space if knob.startswith("workload.")]
     needed = {*workload, *(other for knob in workload for other in conditions(knob, experiment.space))}
-    own = (
-        size({knob: one for knob, one in experiment.space.items() if knob in needed}, points)
-        if workload
-        else 0
-    )
+    space = {knob: one for knob, one in experiment.space.items() if knob in needed}
+    own = size(space, points) if workload else 0
     counts = (points * len(experiment.seeds) + again, own * len(experiment.seeds) + again)
-    for arm, count in zip(_typical(experiment), counts, strict=True):
-        found[Load.of(arm, experiment, device), 1.0] += count
-    return found
-
-
-def _typical(experiment: Experiment) -> tuple[Arm, Arm]:
-    """Return an arm and its baseline, with each unconditional knob at its middle value; the file's own values
-    if that fails."""
+    # An arm and its baseline, each unconditional knob at its middle; the file's own values if that fails.
     knobs = {knob: dimension.middle for knob, dimension in experiment.space.items() if not dimension.when}
     try:
-        return experiment.propose(knobs)
+        typical = experiment.propose(knobs)
     except KnobError:
-        return experiment.base.arm({}), experiment.base.arm({"recipe": "bf16"})
+        typical = experiment.base.arm({}), experiment.base.arm({"recipe": "bf16"})
+    for arm, count in zip(typical, counts, strict=True):
+        found[Load.of(arm, experiment, device), 1.0] += count
+    return found

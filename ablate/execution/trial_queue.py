@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ablate.execution.shared_prefixes import Family, note, trunks_elsewhere, wanted_elsewhere
+from ablate.execution.shared_prefixes import Family, note, wanted_elsewhere
 from ablate.execution.time_model import Countdown, Load, Timed
 from ablate.experiment.arms import Arm
 from ablate.experiment.load import Experiment
@@ -51,6 +51,7 @@ class TrialQueue:
         self._begun: list[str] = []
         """Ids of the trials queued in this run: later trials can start from their states."""
         self._ranked: list[tuple[tuple[int, int, int], Work]] = []
+        """Heap, by seed, then most shared steps first, then order of arrival."""
         self._arrived: list[Work] = []
         """Not ranked yet: their rank depends on the other trials that are requested."""
         self._arrivals = itertools.count()
@@ -108,9 +109,9 @@ class TrialQueue:
         """
         if not (paths := self._store.checkpoints()):
             return
-        wanted = wanted_elsewhere(self._store.root, self._ledger.name)
+        wanted, trunks = wanted_elsewhere(self._store.root, self._ledger.name)
+        trunks |= self.family.trunks()
         own = {name for spec in self.family for _, name in self.family.points(spec)}
-        trunks = self.family.trunks() | trunks_elsewhere(self._store.root, self._ledger.name)
         for path in paths:
             name = path.name.partition(".pt")[0]  # or the unfinished file of a trial that was killed
             whole = path.name == f"{name}.pt"
@@ -127,19 +128,15 @@ class TrialQueue:
                 work = replace(work, part=part)
                 self._begun.append(work.spec.id)
             self.countdown.waiting[work.load, work.part] += 1
-            heapq.heappush(self._ranked, (self._rank(work), work))
+            points = self.fork_points(work.spec)
+            self._shared |= {name for _, name in points}
+            shared_steps, seed = sum(step for step, _ in points), self._seed_ranks.get(work.seed, work.seed)
+            heapq.heappush(self._ranked, ((seed, -shared_steps, next(self._arrivals)), work))
         if self._arrived:
             self._arrived = []
             with self._ledger.atomic():
                 self._ledger.facts.shared = self._shared
                 self._ledger.facts.trunks = self.family.trunks()
-
-    def _rank(self, work: Work) -> tuple[int, int, int]:
-        """Return the sort key: seed, then most shared steps first, then order of arrival."""
-        points = self.fork_points(work.spec)
-        self._shared |= {name for _, name in points}
-        seed_rank = self._seed_ranks.get(work.seed, work.seed)
-        return seed_rank, -sum(step for step, _ in points), next(self._arrivals)
 
     def _ready(self, work: Work, coming: set[str]) -> bool:
         """Return True unless a running trial will leave a state further along this trial than those in the

@@ -96,7 +96,6 @@ def _digest(text: str) -> str:
 
 
 def _note(arm: ArmSummary, facts: TrialFacts) -> str:
-    """Return an arm's note: its verdict, and links to its runs."""
     note = f"**{arm.name}**: {verdict_text(arm.verdict)}"
     if arm.gap is not None and arm.gap.pairs:
         gap = f"{interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds"
@@ -165,27 +164,21 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
         return {}
     study, _ = loaded
     arms = (trial for trial in own_trials(study) if REPEATS not in trial.user_attrs)
-    done = [
-        trial
-        for trial in arms
-        if trial.state == TrialState.COMPLETE and math.isfinite(trial.values[objective])
-    ]
-    varied = (
-        {knob for knob in set.intersection(*(set(trial.params) for trial in done)) if _varies(done, knob)}
-        if done
-        else set()
-    )
-    if len(done) < _FEWEST or not varied or len({trial.values[objective] for trial in done}) == 1:
+    complete = [trial for trial in arms if trial.state == TrialState.COMPLETE]
+    done = [trial for trial in complete if math.isfinite(trial.values[objective])]
+    if len(done) < _FEWEST or len({trial.values[objective] for trial in done}) == 1:
+        return {}
+    common = set.intersection(*(set(trial.params) for trial in done))
+    if not (varied := sorted(knob for knob in common if _varies(done, knob))):
         return {}
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
-    alone = (
-        optuna.create_study()
-    )  # of this objective, without what failed, was given up or came from an earlier sweep
+    # Of this objective, without what failed, was given up or came from an earlier sweep.
+    alone = optuna.create_study()
     for trial in done:
         facts = {"params": trial.params, "distributions": trial.distributions}
         alone.add_trial(create_trial(value=trial.values[objective], **facts))
-    return get_param_importances(alone, evaluator=FanovaImportanceEvaluator(seed=0), params=sorted(varied))
+    return get_param_importances(alone, evaluator=FanovaImportanceEvaluator(seed=0), params=varied)
 
 
 def _varies(trials: list[FrozenTrial], knob: str) -> bool:

@@ -116,7 +116,6 @@ class CombinedStorage(BaseJournalBackend):
 
 
 def _renamed(log: Operation, study: Callable[[int], int], trial: Callable[[int], int]) -> Operation:
-    """Return an operation with translated numbers."""
     renamed = dict(log)
     if "study_id" in log:
         renamed["study_id"] = study(log["study_id"])

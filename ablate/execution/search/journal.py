@@ -112,10 +112,9 @@ def points(journal: Path, name: str) -> list[dict[str, Json]]:
 
 def given_up(journal: Path, name: str) -> dict[int, int]:
     """Return the step of the last report of each own point that the pruner gave up, by number."""
-    trials = enumerate(_own(journal, name))
     return {
         number: max(trial.intermediate_values, default=0)
-        for number, trial in trials
+        for number, trial in enumerate(_own(journal, name))
         if trial.state == TrialState.PRUNED
     }
 
@@ -140,7 +139,6 @@ def own_trials(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def _own(journal: Path, name: str) -> list[FrozenTrial]:
-    """Return the own trials of a sweep's study; none without such a study."""
     loaded = opened(journal, name, lambda path: StudyJournal(Path(path)))
     return own_trials(loaded[0]) if loaded else []
 

@@ -148,7 +148,6 @@ class Study:
         return study
 
     def _equip(self, points: int) -> None:
-        """Set the sampler and the pruner."""
         search = self._experiment.keys.search
         # A sampler made again with the same seed would propose the same points again: the seed depends on
         # the number of trials so far.
@@ -191,11 +190,8 @@ class Study:
         return False
 
     def _same_warm(self, trial: FrozenTrial, point: Point) -> bool:
-        return (
-            self._same_place(trial, point)
-            and self._same_end(trial, point)
-            and trial.user_attrs.get(WARM) == point.name
-        )
+        ended = self._same_place(trial, point) and self._same_end(trial, point)
+        return ended and trial.user_attrs.get(WARM) == point.name
 
     def _same_place(self, trial: FrozenTrial, point: Point) -> bool:
         params, distributions = self._params(point)
@@ -227,7 +223,6 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def _trial(self, number: int) -> int:
-        """Return the storage's id of a point's trial."""
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, len(self._warm) + number)
 
     # Points
@@ -255,15 +250,10 @@ class Study:
     def _add(self, point: Point, state: TrialState, **facts: object) -> None:
         params, distributions = self._params(point)
         generation = {}
-        if isinstance(
-            self.study.sampler, optuna.samplers.NSGAIISampler
-        ):  # without one it would not be among the parents
+        if isinstance(self.study.sampler, optuna.samplers.NSGAIISampler):  # else it would be no parent
             generation = {generation_attribute(self.study.sampler): len(self._trials()) // POPULATION}
-        self.study.add_trial(
-            create_trial(
-                state=state, params=params, distributions=distributions, system_attrs=generation, **facts
-            )
-        )
+        facts |= {"params": params, "distributions": distributions, "system_attrs": generation}
+        self.study.add_trial(create_trial(state=state, **facts))
 
     def running(self) -> list[int]:
         """Return the numbers of the points that are not settled."""
