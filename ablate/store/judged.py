@@ -93,14 +93,9 @@ class Judged:
         content = json.loads(text)
         if not all("warnings" in each for each in content.get("readings", [{}])):
             raise InputError(f"{name}: its runs were judged by an earlier version; judge them again")
-        times, readings = content["times"], content["readings"]
-        return cls(
-            **content
-            | {
-                "times": [Occasion(**each) for each in times],
-                "readings": [Reading(**each) for each in readings],
-            }
-        )
+        times = [Occasion(**each) for each in content["times"]]
+        readings = [Reading(**each) for each in content["readings"]]
+        return cls(**content | {"times": times, "readings": readings})
 
     @classmethod
     def alone(cls, ledger: Ledger) -> Self | None:

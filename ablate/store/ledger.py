@@ -57,7 +57,7 @@ class Ledger(RecordQueries):
 
     def withdraw(self, arm: int) -> None:
         """Mark the members of one arm as not wanted."""
-        self.db.execute("UPDATE members SET wanted = 0 WHERE arm = ?", (arm,))
+        self.query("UPDATE members SET wanted = 0 WHERE arm = ?", arm)
 
     def add_arm(
         self,
@@ -78,22 +78,16 @@ class Ledger(RecordQueries):
         refused arm cannot be run.
         """
         place = self.cell("SELECT count(place) FROM arms")
-        values = {
-            "knobs": json.dumps(knobs),
-            "baseline": baseline,
-            "optuna": optuna,
-            "role": role,
-            "repeats": repeats,
-            "reason": reason,
-        }
+        names = ("knobs", "baseline", "optuna", "role", "repeats", "reason")
+        values = json.dumps(knobs), baseline, optuna, role, repeats, reason
+        replaced = ", ".join(f"{column} = excluded.{column}" for column in names)
         with self.atomic():
             self._redraw("arms.name = ? AND arms.baseline IS NOT ?", name, baseline)
-            self.db.execute(
-                f"INSERT INTO arms (name, place, {', '.join(values)}) VALUES (?, ?{', ?' * len(values)})"
-                " ON CONFLICT (name) DO UPDATE SET place = coalesce(place, excluded.place), "
-                + ", ".join(f"{column} = excluded.{column}" for column in values),
-                (name, place, *values.values()),
+            sql = (
+                f"INSERT INTO arms (name, place, {', '.join(names)}) VALUES (?, ?{', ?' * len(names)})"
+                f" ON CONFLICT (name) DO UPDATE SET place = coalesce(place, excluded.place), {replaced}"
             )
+            self.query(sql, name, place, *values)
             return self.cell("SELECT arm FROM arms WHERE name = ?", name)
 
     def add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
@@ -101,19 +95,16 @@ class Ledger(RecordQueries):
         JSON), and return the trial's number. A member whose spec has changed refers to the new trial from
         then on."""
         with self.atomic():
-            self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
+            self.query("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", trial_id, spec)
             trial: int = self.cell("SELECT trial FROM trials WHERE id = ?", trial_id)
             if self.cell("SELECT 1 FROM members WHERE arm = ? AND seed = ? AND trial != ?", arm, seed, trial):
-                self._redraw(
-                    "seed = ?2 AND members.arm IN (SELECT arm FROM arms WHERE arm = ?1 OR baseline = ?1)",
-                    arm,
-                    seed,
-                )
-            self.db.execute(
+                sql = "seed = ?2 AND members.arm IN (SELECT arm FROM arms WHERE arm = ?1 OR baseline = ?1)"
+                self._redraw(sql, arm, seed)
+            sql = (
                 "INSERT INTO members (arm, seed, trial) VALUES (?1, ?2, ?3)"
-                " ON CONFLICT (arm, seed) DO UPDATE SET trial = ?3, wanted = 1",
-                (arm, seed, trial),
+                " ON CONFLICT (arm, seed) DO UPDATE SET trial = ?3, wanted = 1"
             )
+            self.query(sql, arm, seed, trial)
         return trial
 
     def _redraw(self, condition: str, *values: str | int | None) -> None:
@@ -189,7 +180,7 @@ class Ledger(RecordQueries):
             " AND optuna IS NOT NULL UNION SELECT arms.arm FROM members JOIN arms"
             " ON arms.repeats = members.arm WHERE trial = ?1 AND wanted AND place IS NOT NULL"
         )
-        return [row["arm"] for row in self.db.execute(query, (trial,))]
+        return [row["arm"] for row in self.query(query, trial)]
 
     def own_trials(self, arm: int) -> set[int]:
         """Return the trials that only this arm wants."""
@@ -197,7 +188,7 @@ class Ledger(RecordQueries):
             "SELECT trial FROM members WHERE arm = ?1 AND wanted AND trial NOT IN (SELECT trial FROM members"
             " WHERE arm != ?1 AND wanted)"
         )
-        return {row["trial"] for row in self.db.execute(query, (arm,))}
+        return {row["trial"] for row in self.query(query, arm)}
 
     def studied_seeds(self) -> list[int]:
         """Return every seed on which an arm of the study was ever run, including arms that are no longer
@@ -211,7 +202,7 @@ class Ledger(RecordQueries):
             "SELECT DISTINCT arms.arm FROM members JOIN arms ON arms.baseline = members.arm WHERE trial = ?"
             " AND wanted AND arms.optuna IS NOT NULL"
         )
-        return [row["arm"] for row in self.db.execute(query, (trial,))]
+        return [row["arm"] for row in self.query(query, trial)]
 
     def wanted_trials(self) -> list[TrialRow]:
         """Return every trial that is wanted, once."""
@@ -230,25 +221,22 @@ class Ledger(RecordQueries):
 
     def start_attempt(self, trial: int, attempt: int, now: float) -> None:
         """Record that an attempt starts, under the number that the trial store gave it."""
-        self.db.execute(
-            "INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)",
-            (trial, attempt, now),
+        self.query(
+            "INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)", trial, attempt, now
         )
-        self.db.execute("UPDATE trials SET status = 'running' WHERE trial = ?", (trial,))
+        self.query("UPDATE trials SET status = 'running' WHERE trial = ?", trial)
 
     def end_attempt(
         self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None
     ) -> None:
         """Record the end of an attempt: done, diverged, failed, interrupted, or the ending that was
         ordered."""
-        self.db.execute(
-            "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?",
-            (now, outcome, reason, trial, attempt),
-        )
+        sql = "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?"
+        self.query(sql, now, outcome, reason, trial, attempt)
 
     def trial(self, trial: int) -> TrialRow:
         query = f"SELECT {TRIAL_COLUMNS} FROM trials WHERE trial = ?"
-        return TrialRow.of(self.db.execute(query, (trial,)).fetchone())
+        return TrialRow.of(self.query(query, trial).fetchone())
 
     def status(self, trial: int) -> str:
         """Return a trial's status; `settle` lists them."""
@@ -269,18 +257,18 @@ class Ledger(RecordQueries):
         """Set a trial's status: pending, running, done, diverged, failed, oom, pruned or stopped. `seconds`
         is the time that the trial took, None keeps the present value; `reused` is True if an earlier sweep
         ran it."""
-        self.db.execute(
+        sql = (
             "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ?"
-            " WHERE trial = ?",
-            (status, reason, seconds, reused, trial),
+            " WHERE trial = ?"
         )
+        self.query(sql, status, reason, seconds, reused, trial)
         if status not in FINISHED:
-            self.db.execute("UPDATE members SET closed = 0 WHERE trial = ?", (trial,))
+            self.query("UPDATE members SET closed = 0 WHERE trial = ?", trial)
 
     def note_context_free(self, trial: int, loss: float | None) -> None:
         """Record the validation loss of a model that ignores its input, so that no reader needs the trial's
         files. None: the workload reports none."""
-        self.db.execute("INSERT OR REPLACE INTO context_free VALUES (?, ?)", (trial, loss))
+        self.query("INSERT OR REPLACE INTO context_free VALUES (?, ?)", trial, loss)
 
     def context_free(self) -> dict[int, float | None]:
         """Return what `note_context_free` recorded, by number of the trial."""
@@ -289,7 +277,7 @@ class Ledger(RecordQueries):
     def requeue(self, now: float) -> int:
         """Make trials pending again that failed, were stopped, or whose controller died; return their
         number."""
-        self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
+        self.query("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", now)
         judged = "SELECT trial FROM members JOIN arms USING (arm) WHERE role = 'foreign'"
         ended = "status IN ('running', 'failed', 'oom', 'stopped')"
         again = f"SELECT trial FROM trials WHERE {ended} AND trial NOT IN ({judged})"
@@ -302,12 +290,12 @@ class Ledger(RecordQueries):
         """Delete a trial's records and attempts, so that it is run again from the start."""
         with self.atomic():
             self._drop_records(trial)
-            self.db.execute("DELETE FROM attempts WHERE trial = ?", (trial,))
-            self.db.execute(
+            self.query("DELETE FROM attempts WHERE trial = ?", trial)
+            sql = (
                 "UPDATE trials SET status = 'pending', reason = NULL, seconds = NULL, reused = 0"
-                " WHERE trial = ?",
-                (trial,),
+                " WHERE trial = ?"
             )
+            self.query(sql, trial)
 
     def renew(self, trial: int, events: Iterable[Event]) -> None:
         """Replace all records of a trial by these events."""
@@ -336,11 +324,9 @@ class Ledger(RecordQueries):
         self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
         self.seal_records(trial, None)
         for table in ("records", "events"):
-            self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
+            self.query(f"DELETE FROM {table} WHERE trial = ?", trial)
         self.discard([(self.trial(trial).id, "")])
-        self.db.execute(
-            "UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", (trial,)
-        )
+        self.query("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE trial = ?", trial)
 
     def record(self, trial: int, events: Iterable[Event]) -> None:
         """Add events of a trial. Existing records stay, so recording twice is recording once."""
@@ -358,9 +344,9 @@ class Ledger(RecordQueries):
 
     def seal_records(self, trial: int, digest: str | None) -> None:
         """Store the digest of all records of a trial. Any later record of the trial removes it, by None."""
-        self.db.execute("DELETE FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial)))
+        self.query("DELETE FROM row_seals WHERE part = ? AND key = ?", RECORDS, str(trial))
         if digest is not None:
-            self.db.execute("INSERT INTO row_seals VALUES (?, ?, ?)", (RECORDS, str(trial), digest))
+            self.query("INSERT INTO row_seals VALUES (?, ?, ?)", RECORDS, str(trial), digest)
 
     def records_seal(self, trial: int) -> str | None:
         """Return the digest that a trial's records had when it last ended; None while it runs."""
@@ -369,14 +355,14 @@ class Ledger(RecordQueries):
     def _name(self, text: str) -> int:
         """Return the number of a metric's name; a new name is added."""
         if text not in self._names:
-            self._names[text] = self.db.execute("INSERT INTO names (text) VALUES (?)", (text,)).lastrowid
+            self._names[text] = self.query("INSERT INTO names (text) VALUES (?)", text).lastrowid
         return self._names[text]
 
     def files_seen(self, trial_id: str, signature: str | None = None) -> str | None:
         """Return the signature (`Store.signature`) that a trial's files had when they were last compared with
         its result, None if they never were. A new `signature` is stored, and returned."""
         if signature is not None:
-            self.db.execute("INSERT OR REPLACE INTO compared VALUES (?, ?)", (trial_id, signature))
+            self.query("INSERT OR REPLACE INTO compared VALUES (?, ?)", trial_id, signature)
             return signature
         return self.cell("SELECT signature FROM compared WHERE id = ?", trial_id)
 
@@ -392,10 +378,8 @@ class Ledger(RecordQueries):
     def shipped(self, arm: int, seed: int, run: str, step: int, closed: bool) -> None:
         """Record a member's MLflow run, the step up to which it has all records, and True if it is
         complete."""
-        self.db.execute(
-            "UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?",
-            (run, step, closed, arm, seed),
-        )
+        sql = "UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?"
+        self.query(sql, run, step, closed, arm, seed)
 
     def unshipped(self) -> int:
         """Return the number of members whose MLflow run is not complete."""

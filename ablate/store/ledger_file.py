@@ -109,9 +109,12 @@ class LedgerFile:
         owner = self.facts.name or self.name
         return None if owner == self.name else f"it is the ledger of sweep {one_line(owner)}"
 
-    def cell(self, query: str, *values: str | float | None) -> Any:
+    def query(self, sql: str, *values: str | float | None) -> sqlite3.Cursor:
+        return self.db.execute(sql, values)
+
+    def cell(self, sql: str, *values: str | float | None) -> Any:
         """Return the first cell of a query's first row; None if it has no row."""
-        row = self.db.execute(query, values).fetchone()
+        row = self.query(sql, *values).fetchone()
         return row and row[0]
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class RecordQueries(LedgerFile):
     def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
         """Yield (step, metric, value, time) of a trial's records behind step `after`, by step."""
         query = f"SELECT step, text, value, time {_NAMED} WHERE trial = ? AND step > ? ORDER BY step"
-        for step, name, value, moment in self.db.execute(query, (trial, after)):
+        for step, name, value, moment in self.query(query, trial, after):
             yield step, name, _number(value), moment
 
     def last_values(self, trial: int) -> dict[str, float]:
@@ -47,7 +47,7 @@ class RecordQueries(LedgerFile):
         names = {number: text for number, text in self.names().items() if parse(text).layer is None}
         inside = f"trial = ? AND name IN ({','.join(map(str, names))})"
         query = f"SELECT name, value, max(step) FROM records WHERE {inside} GROUP BY name"
-        rows = self.db.execute(query, (trial,))
+        rows = self.query(query, trial)
         return {names[number]: _number(value) for number, value, _ in rows}
 
     def last_value(self, trial: int, name: str) -> float:
@@ -58,13 +58,13 @@ class RecordQueries(LedgerFile):
     def last_record(self, trial: int, name: str) -> tuple[int, float, float] | None:
         """Return step, value and time of a trial's last record of one metric; None if there is no record."""
         query = f"SELECT step, value, time {_NAMED} WHERE trial = ? AND text = ? ORDER BY step DESC LIMIT 1"
-        row = self.db.execute(query, (trial, name)).fetchone()
+        row = self.query(query, trial, name).fetchone()
         return row and (row["step"], _number(row["value"]), row["time"])
 
     def series(self, trial: int, name: str) -> dict[int, float]:
         """Return all values of one metric of a trial, by step."""
         query = f"SELECT step, value {_NAMED} WHERE trial = ? AND text = ? ORDER BY step"
-        return {step: _number(value) for step, value in self.db.execute(query, (trial, name))}
+        return {step: _number(value) for step, value in self.query(query, trial, name)}
 
     def names(self) -> dict[int, str]:
         """Return the names of the metrics, by number."""
@@ -105,7 +105,7 @@ class RecordQueries(LedgerFile):
         lasts: dict[int, dict[str, float]] = {trial: {} for (trial,) in self.db.execute(WANTED)}
         inside = f"trial IN ({WANTED}) AND name = ? GROUP BY trial"
         for name, text in names:
-            rows = self.db.execute(f"SELECT trial, value, max(step) FROM records WHERE {inside}", (name,))
+            rows = self.query(f"SELECT trial, value, max(step) FROM records WHERE {inside}", name)
             for trial, value, _ in rows:
                 lasts[trial][text] = _number(value)
         return lasts
@@ -114,13 +114,13 @@ class RecordQueries(LedgerFile):
         """Return the mean rate over all steps of each wanted trial that recorded one, by the trial's number.
         It is the sum of the steps over the sum of their times. A record's rate covers the steps since the
         record before, so a record of ten steps counts ten times as much as a record of one."""
-        rows = self.db.execute(
+        sql = (
             "WITH intervals AS (SELECT trial, value, step - lag(step, 1, 0) OVER (PARTITION BY trial"
             f" ORDER BY step) AS steps {_NAMED} WHERE trial IN ({WANTED})"
             " AND text = ?) SELECT trial, sum(steps) / sum(steps / value) FROM intervals WHERE value > 0"
-            " AND steps > 0 GROUP BY trial",
-            (metric,),
+            " AND steps > 0 GROUP BY trial"
         )
+        rows = self.query(sql, metric)
         return {trial: rate for trial, rate in rows if rate is not None}
 
     def last_step(self, trial: int) -> int:
@@ -136,12 +136,12 @@ class RecordQueries(LedgerFile):
             " JOIN records USING (trial) WHERE wanted AND records.name = (SELECT name FROM names WHERE"
             f" text = ?) AND value {sign} ? GROUP BY arm, seed"
         )
-        return self.db.execute(query, (metric, limit)).fetchall()
+        return self.query(query, metric, limit).fetchall()
 
     def largest(self, metric: str) -> dict[int, float]:
         """Return the largest value of a metric for each wanted trial that recorded it, by its number."""
         records = f"{_NAMED} WHERE trial IN ({WANTED}) AND text = ?"
-        rows = self.db.execute(f"SELECT trial, max(value) {records} GROUP BY trial", (metric,))
+        rows = self.query(f"SELECT trial, max(value) {records} GROUP BY trial", metric)
         return {trial: value for trial, value in rows if value is not None}
 
     # Progress, for commands that look at a sweep from outside: its cost must not grow with the trials
@@ -161,7 +161,7 @@ class RecordQueries(LedgerFile):
         # One index lookup for each name: a trial's records are ordered by name, then step.
         last_of_name = "SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name"
         query = f"SELECT name, ({last_of_name}) AS step FROM names ORDER BY step DESC, name LIMIT 1"
-        name, step = self.db.execute(query, (trial,)).fetchone() or (0, None)
+        name, step = self.query(query, trial).fetchone() or (0, None)
         if step is None:
             return Pace()
         since = "FROM records WHERE trial = ? AND name = ? AND time >= ? ORDER BY step DESC LIMIT ?"
@@ -223,8 +223,7 @@ class RecordQueries(LedgerFile):
             for event in events
             for name, value in event["metrics"].items()
         }
-        rows = self.db.execute(
-            "SELECT step, text, value, time FROM records LEFT JOIN names USING (name) WHERE trial = ?",
-            (trial,),
+        rows = self.query(
+            "SELECT step, text, value, time FROM records LEFT JOIN names USING (name) WHERE trial = ?", trial
         )
         return any(recorded.get((step, name)) != (value, moment) for step, name, value, moment in rows)

@@ -41,49 +41,37 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class Member:
-    """An arm at a seed, with the trial that it refers to: tables `members`, `arms` and `trials` joined."""
+    """An arm at a seed, with the trial that it refers to: tables `members`, `arms` and `trials` joined. Their
+    columns have the meaning that they have in `ArmRow` and `TrialRow`."""
 
     arm: int
-    """Number of its arm."""
     seed: int
     trial: int
-    """Number of its trial."""
     mlflow: str | None
     """Id of its run in MLflow, None if there is none yet."""
     shipped: int
     """Last step that MLflow has been sent; -1 for none."""
     name: str
-    """Name of its arm."""
     knobs: str
-    """Settings of its arm: a JSON object."""
     optuna: int | None
-    """Its arm's number in the study, None if it is not part of one."""
     baseline: int | None
-    """Number of the arm that its arm is compared with, None for a baseline."""
     role: Role
     against: str | None
     """Name of the arm that its arm is compared with, None for a baseline."""
     id: str
-    """Id of its trial: the hash of the spec."""
     spec: str
-    """Resolved spec of its trial: a JSON object."""
     status: str
-    """Status of its trial."""
     reason: str | None
-    """Reason for the status of its trial."""
+    """Reason for the status."""
     seconds: float | None
-    """Seconds that its trial took; None until it ends."""
     closed: bool
     """True if its run in MLflow is complete."""
     reused: bool
-    """True if an earlier sweep ran its trial."""
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> "Member":
         """Return the member of a row with the columns `MEMBER_COLUMNS`."""
-        cells = list(row)
-        cells[-2:] = map(bool, cells[-2:])
-        return cls(*cells)
+        return cls(*row[:-2], *map(bool, row[-2:]))
 
     @property
     def resolved(self) -> RecordedSpec:
@@ -117,9 +105,7 @@ class TrialRow:
     @classmethod
     def of(cls, row: sqlite3.Row) -> "TrialRow":
         """Return the trial of a row with the columns `TRIAL_COLUMNS`."""
-        cells = list(row)
-        cells[-1] = bool(cells[-1])
-        return cls(*cells)
+        return cls(*row[:-1], bool(row[-1]))
 
     @property
     def finished(self) -> bool:
@@ -163,15 +149,9 @@ ARM_COLUMNS = ", ".join(field.name for field in fields(ArmRow))
 """Columns of a query for arms."""
 TRIAL_COLUMNS = ", ".join(field.name for field in fields(TrialRow))
 """Columns of a query for trials."""
-_TABLES = {
-    "members": ("arm", "seed", "trial", "mlflow", "shipped", "closed"),
-    "arms": ("name", "knobs", "optuna", "baseline", "role"),
-    "trials": ("id", "spec", "status", "reason", "seconds", "reused"),
-}
-_TABLE_OF = {column: table for table, columns in _TABLES.items() for column in columns}
-MEMBER_COLUMNS = ", ".join(
-    "bases.name" if field.name == "against" else f"{_TABLE_OF[field.name]}.{field.name}"
-    for field in fields(Member)
+MEMBER_COLUMNS = (
+    "members.arm, seed, members.trial, mlflow, shipped, arms.name, arms.knobs, arms.optuna, arms.baseline,"
+    " arms.role, bases.name, id, spec, status, trials.reason, seconds, closed, reused"
 )
 """Columns of a query for members, over tables named members, arms, trials and bases (the arms' baselines)."""
 

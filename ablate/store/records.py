@@ -85,18 +85,17 @@ def _repeated(fact: pd.Series, member: np.ndarray) -> pd.Categorical:
 def _facts(ledger: Ledger, members: Sequence[Member]) -> list[dict[str, object]]:
     """Return the columns that all records of a member share, for each member."""
     names = {arm.arm: arm.name for arm in ledger.arms()}
-    sweep = ledger.name
     return [
         {
-            "sweep": sweep,
+            "sweep": ledger.name,
             "arm": member.name,
             "baseline": None if member.baseline is None else names.get(member.baseline),
             "seed": member.seed,
             "trial": member.id,
             "status": member.status,
             "tokens_per_step": tokens_per_step(member.resolved),
+            **json.loads(member.knobs),
         }
-        | json.loads(member.knobs)
         for member in members
     ]
 
@@ -106,11 +105,8 @@ def tokens_per_step(spec: RecordedSpec) -> int | None:
     is not one of this version."""
     workload = WORKLOADS.get(spec.workload)
     try:
-        return (
-            (workload.model_validate_json(json.dumps(spec.config)).tokens_per_step or None)
-            if workload
-            else None
-        )
+        config = workload and workload.model_validate_json(json.dumps(spec.config))
+        return (config and config.tokens_per_step) or None
     except ValueError:  # pydantic's error is one: a spec of another release
         return None
 

@@ -34,12 +34,8 @@ class Registration:
     def text(self) -> str:
         """The registration in words."""
         when = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        before = (
-            f"before any of its {self.trials} trials had finished"
-            if not self.finished
-            else f"after {self.finished} of its {self.trials} trials had finished"
-        )
-        return f"{self.digest[:12]} on {when}, {before}"
+        count = f"after {self.finished}" if self.finished else "before any"
+        return f"{self.digest[:12]} on {when}, {count} of its {self.trials} trials had finished"
 
 
 def registrations(ledger: Ledger) -> list[Registration]:
@@ -73,18 +69,14 @@ def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
     whose trials had all finished before it was first recorded, unless a search proposes more of them."""
     entries, search = registrations(ledger), bool(ledger.facts.search)
     for part in ("question", "metrics"):
-        late = [
-            entry
-            for before, entry in zip((None, *entries), entries, strict=False)
-            if getattr(entry, part) and entry.finished
-            if (
-                entry.finished == entry.trials and not search
-                if before is None
-                else getattr(before, part) not in ("", getattr(entry, part))
-            )
-        ]
+        late = None
+        for before, entry in zip((None, *entries), entries, strict=False):
+            changed = before and getattr(before, part) not in ("", getattr(entry, part))
+            whole = not before and entry.finished == entry.trials and not search
+            if getattr(entry, part) and entry.finished and (changed or whole):
+                late = entry
         if late:
-            yield part, late[-1]
+            yield part, late
 
 
 def registered_text(ledger: Ledger) -> str:

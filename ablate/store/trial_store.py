@@ -334,12 +334,10 @@ class Store:
                 trunk = read_json(path)
                 yield {"trial": str(trunk["trial"]), "step": int(trunk["step"])}
             except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
+                if strict and isinstance(error, Damaged):
+                    raise
                 if strict:
-                    raise (
-                        error
-                        if isinstance(error, Damaged)
-                        else Damaged(path, "damaged: it names no trial and step")
-                    ) from None
+                    raise Damaged(path, "damaged: it names no trial and step") from None
 
     def _events_files(self, trial: str) -> list[Path]:
         return self._by_attempt(trial, "events-*.jsonl")
@@ -370,11 +368,9 @@ class Store:
             if counted != wanted:
                 list(self.events(trial))  # raises an error that names the damaged line, if there is one
         except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
-            raise (
-                error
-                if isinstance(error, Damaged)
-                else Damaged(folder, f"its events cannot be read: {error}")
-            ) from None
+            if isinstance(error, Damaged):
+                raise
+            raise Damaged(folder, f"its events cannot be read: {error}") from None
         if counted != wanted:
             raise Damaged(
                 folder, f"its events hold {_counted(counted)}, and its result was made of {_counted(wanted)}"
@@ -449,20 +445,16 @@ def _put(layer: list[tuple[Path, Event]], path: Path, event: Event) -> None:
         if source == path and old == event:  # the same line, reached through another trunk
             return
         if source == path:
-            event = event | {
-                "metrics": {
-                    name: value for name, value in event["metrics"].items() if name not in old["metrics"]
-                }
-            }
+            event = _without(event, old["metrics"])
         else:
-            old = old | {
-                "metrics": {
-                    name: value for name, value in old["metrics"].items() if name not in event["metrics"]
-                }
-            }
+            old = _without(old, event["metrics"])
         if old["metrics"] or set(old.get("events", ())) - texts:
             kept.append((source, old))
     layer[:] = [*kept, (path, event)]
+
+
+def _without(event: Event, names: Collection[str]) -> Event:
+    return event | {"metrics": {name: at for name, at in event["metrics"].items() if name not in names}}
 
 
 def _counted(sealed: Mapping[str, Json]) -> str:

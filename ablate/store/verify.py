@@ -77,11 +77,9 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
                 store.proven(trial, result)
                 wrong += _differs(store, row, result)
     except Damaged as error:
-        rerun = (
-            f"`ablate rebuild {ledger.name}.yaml` puts its folder aside, and the next run of the sweep runs"
-            " it again"
-        )
-        return kind, [Mismatch(trial, str(error.path), str(error), rerun)]
+        rerun = "puts its folder aside, and the next run of the sweep runs it again"
+        repair = f"`ablate rebuild {ledger.name}.yaml` {rerun}"
+        return kind, [Mismatch(trial, str(error.path), str(error), repair)]
     try:
         digest = ledger.tally(row.trial).sealed()["sha256"]
         if digest != (ledger.records_seal(row.trial) or digest):
@@ -96,7 +94,5 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
 def _differs(store: Store, row: TrialRow, result: Result) -> Iterator[str]:
     for key in ("status", "reason", "seconds"):
         if getattr(row, key) != result[key]:
-            yield (
-                f"its {key} is {getattr(row, key)!r}, and {result[key]!r} in"
-                f" {store.folder(row.id) / 'result.json'}"
-            )
+            path = store.folder(row.id) / "result.json"
+            yield f"its {key} is {getattr(row, key)!r}, and {result[key]!r} in {path}"

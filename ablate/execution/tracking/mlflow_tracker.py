@@ -300,10 +300,7 @@ class MlflowTracker(Tracker):
 
     def _draw(self, client: "MlflowClient", ledger: Ledger, member: Member, known: Shipped) -> Shipped:
         """Bring one member's run up to date in as few calls as possible: each costs a server a round trip."""
-        over, run = (
-            member.status in _TERMINAL,
-            known.run or self._orphans.get((member.key, member.id), ""),
-        )
+        over, run = (member.status in _TERMINAL, known.run or self._orphans.get((member.key, member.id), ""))
         begun = (known.arm, known.seed) in self._shipped
         new = not begun and known.step < 0
         params = [param for param in runs.params(member) if trackable(param[0])] if new else []

@@ -232,16 +232,10 @@ def view(
         "searchFilter": "tags.`ablate.kind` = 'trial'",
         "orderByKey": results[0],
         "orderByAsc": minimize,
-        "selectedColumns": [
-            *results,
-            *(f"params.`{TURNED}{knob}`" for knob in common[:_MOST_COLUMNS]),
-        ],
+        "selectedColumns": [*results, *(f"params.`{TURNED}{knob}`" for knob in common[:_MOST_COLUMNS])],
         "columnOrder": [*_WIDTHS, *results],
         "columnWidths": _WIDTHS | dict.fromkeys(results[:2], _WIDE),
-        "groupBy": {
-            "aggregateFunction": "average",
-            "groupByKeys": [{"mode": "param", "groupByData": "arm"}],
-        },
+        "groupBy": {"aggregateFunction": "average", "groupByKeys": [{"mode": "param", "groupByData": "arm"}]},
         "runsHiddenMode": "SHOW_ALL",
         "chartsSearchFilter": f"^({'|'.join(dict.fromkeys((first, *others, f'{WATCH}/train/loss')))})$",
     }
