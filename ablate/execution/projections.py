@@ -95,8 +95,7 @@ class Mirror:
         a description in Markdown (`note`); return a sentence about missing records, or None."""
         if self.tracker is None or self._follower is None:
             return None
-        deadline, again = time.monotonic() + seconds, True
-        complete = False
+        deadline, again, complete = time.monotonic() + seconds, True, False
         while again:
             complete = self._follower.finish(status, note, max(0.0, deadline - time.monotonic()))
             again = self.tracker.forgotten
@@ -106,10 +105,8 @@ class Mirror:
         from ablate.execution.tracking.mlflow_tracker import behind
 
         why = f"{self.trouble or 'no answer yet'}; {redact(self._target[0])}"
-        return (
-            f"MLflow {behind(self._ledger):,} records behind ({why}):"
-            " `ablate rebuild --sync`, or the next run of this sweep, ships the rest"
-        )
+        remedy = "`ablate rebuild --sync`, or the next run of this sweep, ships the rest"
+        return f"MLflow {behind(self._ledger):,} records behind ({why}): {remedy}"
 
     def _forget_deleted(self, uri: str) -> None:
         """Ship everything again if the database was deleted or another server is named. The address may hold
@@ -148,11 +145,8 @@ class Projections:
         self._journal = folder / "optuna.log"
         self._warm, outside = warm(ledger, state, experiment)
         others = f"; {outside} others lie outside of this space" if outside else ""
-        self.warmed = (
-            f"the sampler knows {len(self._warm)} arms of earlier sweeps{others}"
-            if self._warm or outside
-            else None
-        )
+        knows = f"the sampler knows {len(self._warm)} arms of earlier sweeps{others}"
+        self.warmed = knows if self._warm or outside else None
         """Sentence about the arms of earlier sweeps that the sampler starts with; None if there are none."""
         self._open_study()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
@@ -119,9 +119,8 @@ def reports(ledger: Ledger, members: Iterable[Member], experiment: Experiment) -
     members = list(members)
     decisions = [GivenUp.parse(member.reason) for member in members if member.status == "pruned"]
     last = min((decision.step for decision in decisions if decision), default=math.inf)
-    return {
-        step: value for step, value in _reported(ledger, members, experiment, search).items() if step <= last
-    }
+    values = _reported(ledger, members, experiment, search)
+    return {step: value for step, value in values.items() if step <= last}
 
 
 def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
@@ -201,11 +200,8 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
     of = json.dumps(asked)
     kept = ledger.facts.warm
     if kept.get("of") != of:
-        kept = {
-            "of": of,
-            "arms": [arm for name in experiment.keys.search.warm for arm in _arms(state, name, experiment)],
-        }
-        ledger.facts.warm = kept
+        arms = [arm for name in experiment.keys.search.warm for arm in _arms(state, name, experiment)]
+        kept = ledger.facts.warm = {"of": of, "arms": arms}
     points = [
         Point(arm["name"], knobs, tuple(arm["values"]), violations=tuple(arm["violations"]))
         for arm in kept["arms"]
@@ -214,18 +210,9 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
     return points, len(kept["arms"]) - len(points)
 
 
-class _WarmArm(TypedDict):
-    """Finished arm of an earlier sweep, as the ledger keeps it."""
-
-    name: str
-    knobs: Mapping[str, Json]
-    values: Sequence[float]
-    violations: Sequence[float]
-
-
-def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
-    """Return every arm of an earlier sweep that is over and has all objectives."""
-
+def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]]:
+    """Return name, knobs, values and violations of every arm of an earlier sweep that is over and has all
+    objectives, as the ledger keeps them."""
     sweeps = {path.parent.name: path for path in (state / "sweeps").glob("*/ledger.db")}
     if name not in sweeps:
         others = sorted(sweeps.keys() - {experiment.name})
@@ -240,20 +227,15 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
                 f"{experiment.file}: search.warm: {name!r} is of {kinds[0]} and this search of {kinds[1]}"
                 f"{' in other windows' if here and there else ''}: their values cannot be compared"
             )
-        arms: list[_WarmArm] = []
+        arms: list[dict[str, Any]] = []
         for arm in (arm for arm in book.arms() if arm.role not in ("null", "bad")):
             members = book.members(arm.arm)
             if members and over(members):
-                result = outcome(book, members, experiment)
-                arms.append(
-                    {
-                        "name": f"{name}/{arm.name}",
-                        "knobs": json.loads(arm.knobs),
-                        "values": result.values,
-                        "violations": result.violations,
-                    }
-                )
-        return [warm_arm for warm_arm in arms if not any(map(math.isnan, warm_arm["values"]))]
+                one = outcome(book, members, experiment)
+                if not any(map(math.isnan, one.values)):
+                    of = {"name": f"{name}/{arm.name}", "knobs": json.loads(arm.knobs)}
+                    arms.append(of | {"values": one.values, "violations": one.violations})
+        return arms
 
 
 def _windows(design: Design | None) -> Design | None:

@@ -55,17 +55,15 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
     """Record the hash of question, design and metrics before anything runs, unless it is the last recorded.
     The design is what is run: every arm's baseline and trials, whose ids have workload, data, recipe and
     seed; and the search's settings and space."""
-    trials = {
-        (arm.name, seed): experiment.spec(arm, seed, device).id
-        for arm in experiment.arms
-        for seed in experiment.seeds
-    }
+    members = [(arm, seed) for arm in experiment.arms for seed in experiment.seeds]
+    trials = {(arm.name, seed): experiment.spec(arm, seed, device).id for arm, seed in members}
     asked = experiment.keys.answer
     # Without a family the hash is that of releases that had none.
     answer = asked and asked.model_dump(exclude=None if asked.family else {"family"})
+    metrics = [metric.model_dump() for metric in experiment.metrics]
     digest = key_of(
         experiment.keys.question,
-        [metric.model_dump() for metric in experiment.metrics],
+        metrics,
         [[arm.name, arm.baseline] for arm in experiment.arms],
         sorted([*key, trial] for key, trial in trials.items()),
         experiment.keys.growth.model_dump() if experiment.keys.growth else None,
@@ -75,10 +73,7 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         *([keys] if (keys := blame_facts(experiment)) else []),
     )
     ids = set(trials.values())
-    parts = {
-        "question": key_of(experiment.keys.question, answer),
-        "metrics": key_of([metric.model_dump() for metric in experiment.metrics]),
-    }
+    parts = {"question": key_of(experiment.keys.question, answer), "metrics": key_of(metrics)}
     register(ledger, digest, time.time(), len(ids), lambda: sum(map(store.finished, ids)), parts)
 
 

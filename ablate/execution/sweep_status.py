@@ -133,20 +133,17 @@ def _read(
     ]
     failed = [member for member in members.values() if member.status in ("failed", "oom", "stopped")]
     diverged = {each.member.trial: each for each in reversed(divergences(ledger))}
-    counts = Counter(member.status for member in members.values())
+    failures = [_failure(ledger, store, member) for member in reversed(failed)]
+    for each in reversed(diverged.values()):
+        one = each.member
+        failures.append(Failure(one.name, one.seed, one.id, "diverged", str(each), []))
     return Status(
         name=folder.name,
         question=ledger.facts.question,
         controller=controller,
-        trials=dict(counts),
+        trials=dict(Counter(member.status for member in members.values())),
         running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
-        failures=[
-            *(_failure(ledger, store, member) for member in reversed(failed)),
-            *(
-                Failure(one.member.name, one.member.seed, one.member.id, "diverged", str(one), [])
-                for one in reversed(diverged.values())
-            ),
-        ],
+        failures=failures,
         seconds_left=_seconds_left(ledger, now, running) if controller else None,
         quantisers=ledger.facts.provenance.get("quantisers"),
         mlflow_behind=behind(ledger) if ledger.facts.mlflow else None,

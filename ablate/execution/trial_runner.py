@@ -112,11 +112,8 @@ class EventsFile:
             print(f"{error}; it is left out, and computed again", flush=True)
             events = list(self.store.events(self.trial, strict=False))
         before = [event for event in events if event["step"] <= start]
-        self._ahead = deque(
-            {key: event[key] for key in event if key != "resumed"}
-            for event in events
-            if event["step"] > start
-        )
+        ahead = (event for event in events if event["step"] > start)
+        self._ahead = deque({key: event[key] for key in event if key != "resumed"} for event in ahead)
         for event in before:
             self._note(event)
         return before
@@ -132,12 +129,8 @@ class EventsFile:
         while self._ahead and self._ahead[0]["step"] == event["step"]:
             old = self._ahead.popleft()
             texts = list(dict.fromkeys((*old.get("events", ()), *event.get("events", ()))))
-            event = (
-                event
-                | old
-                | {"metrics": event["metrics"] | old["metrics"]}
-                | ({"events": texts} if texts else {})
-            )
+            event = event | old | {"metrics": event["metrics"] | old["metrics"]}
+            event |= {"events": texts} if texts else {}
         self._write(event)
         return self._take_written()
 
@@ -355,7 +348,12 @@ def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpo
 
 
 def _result(spec: TrialSpec, attempt: int, started: float, last: Event) -> Result:
-    diverged = _divergence(last)
+    diverged = None
+    if FIRST_NONFINITE in last["metrics"]:
+        origin = f": {last['origin']['text']}" if "origin" in last else ""
+        diverged = f"non-finite loss or gradient at step {last['step']}{origin}"
+    elif GUARD_STOPPED in last["metrics"]:
+        diverged = f"{last['events'][-1]} at step {last['step']}"
     return {
         "id": spec.id,
         "status": "diverged" if diverged else "done",
@@ -366,12 +364,3 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: Event) -> Resul
         "started": started,
         "environment": provenance.environment(),
     } | ({"origin": last["origin"]} if diverged and "origin" in last else {})
-
-
-def _divergence(last: Event) -> str | None:
-    if FIRST_NONFINITE in last["metrics"]:
-        origin = f": {last['origin']['text']}" if "origin" in last else ""
-        return f"non-finite loss or gradient at step {last['step']}{origin}"
-    if GUARD_STOPPED in last["metrics"]:
-        return f"{last['events'][-1]} at step {last['step']}"
-    return None

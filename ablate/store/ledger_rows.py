@@ -105,7 +105,7 @@ class TrialRow:
     @classmethod
     def of(cls, row: sqlite3.Row) -> "TrialRow":
         """Return the trial of a row with the columns `TRIAL_COLUMNS`."""
-        return cls(*row[:-1], bool(row[-1]))
+        return cls(*row[:-1], *map(bool, row[-1:]))
 
     @property
     def finished(self) -> bool:

@@ -105,8 +105,8 @@ def tokens_per_step(spec: RecordedSpec) -> int | None:
     is not one of this version."""
     workload = WORKLOADS.get(spec.workload)
     try:
-        config = workload and workload.model_validate_json(json.dumps(spec.config))
-        return (config and config.tokens_per_step) or None
+        config = workload.model_validate_json(json.dumps(spec.config)) if workload else None
+        return config.tokens_per_step or None if config else None
     except ValueError:  # pydantic's error is one: a spec of another release
         return None
 

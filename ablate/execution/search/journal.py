@@ -92,17 +92,15 @@ def _intact(journal: Path) -> list[Operation]:
 def encode(value: Json) -> Category:
     """Convert a value to a category that Optuna accepts: None, bool, int, float or str; other values become
     JSON text."""
-    return (
-        value if value is None or isinstance(value, bool | int | float | str) else "json:" + json.dumps(value)
-    )
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return "json:" + json.dumps(value)
 
 
 def decode(value: Category) -> Json:
-    return (
-        json.loads(value.removeprefix("json:"))
-        if isinstance(value, str) and value.startswith("json:")
-        else value
-    )
+    if isinstance(value, str) and value.startswith("json:"):
+        return json.loads(value.removeprefix("json:"))
+    return value
 
 
 def points(journal: Path, name: str) -> list[dict[str, Json]]:

@@ -154,11 +154,9 @@ class Study:
         seed = (search.seed * 1_000_003 + points) % 2**32 if search else 0
         with _quiet():
             self.study.sampler = SAMPLERS[search.sampler if search else "random"](seed)
-            self.study.pruner = (
-                PRUNERS[search.pruner](search.rungs)
-                if search and search.pruner
-                else optuna.pruners.NopPruner()
-            )
+            self.study.pruner = optuna.pruners.NopPruner()
+            if search and search.pruner:
+                self.study.pruner = PRUNERS[search.pruner](search.rungs)
 
     # The journal and the ledger
 

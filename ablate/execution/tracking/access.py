@@ -75,8 +75,7 @@ def check_login(uri: str | None) -> None:
     try:
         client.search_experiments(max_results=1)
     except MlflowException as error:
-        why = refusal(error)
-        if why:
+        if why := refusal(error):
             raise InputError(f"{redact(uri)}: {why}. Nothing was done, and nothing is lost.") from None
 
 
@@ -91,12 +90,8 @@ def refusal(error: Exception) -> str | None:
         cause = f"user {user!r} or the password is wrong" if user else "no credentials were sent"
         return f"MLflow returned 401 Unauthorized: {cause}; set {_USER} and {_PASSWORD}"
     answer = str(error).partition("Response body: ")[2].strip(" '") or first_line(error)
-    hint = (
-        "; `mlflow server --allowed-hosts` names the hosts that it answers to"
-        if "Invalid Host" in answer
-        else ""
-    )
-    return f"MLflow returned 403 Forbidden: {answer}{hint}"
+    hint = "; `mlflow server --allowed-hosts` names the hosts that it answers to"
+    return f"MLflow returned 403 Forbidden: {answer}{hint if 'Invalid Host' in answer else ''}"
 
 
 def plainly(error: Exception) -> str | None:
@@ -137,9 +132,8 @@ def _answer(uri: str) -> int | None:
     if not (user and password) and parts.password:
         user, password = unquote(parts.username or ""), unquote(parts.password)
     if user and password:
-        request.add_unredirected_header(
-            "Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
-        )
+        token = base64.b64encode(f"{user}:{password}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {token}")
     try:
         with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
             return answer.status
@@ -158,30 +152,18 @@ def errors_explained(uri: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        if not isinstance(error, _errors()):
+        from alembic.util.exc import CommandError
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        # requests' are OSErrors
+        if not isinstance(error, OSError | sqlite3.Error | MlflowException | SQLAlchemyError | CommandError):
             raise
         first = plainly(error) or first_line(error)
-        hint = (
-            f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date"
-            if "out-of-date" in first
-            else ""
-        )
-        raise InputError(
-            redact(
-                f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}",
-                uri,
-            )
-        ) from error
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """Return the classes of MLflow's errors; they are imported only once there is an error."""
-    from alembic.util.exc import CommandError
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    # requests' are OSErrors
-    return OSError, sqlite3.Error, MlflowException, SQLAlchemyError, CommandError
+        why = first.partition(" Take a backup")[0]
+        if "out-of-date" in first:
+            why += f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date"
+        raise InputError(redact(f"{redact(uri)}: MLflow cannot be used there: {why}", uri)) from error
 
 
 def look(uri: str) -> None:

@@ -46,10 +46,9 @@ def half_made(path: Path) -> bool:
         return False
     with closing(open_readonly(path)) as db:
         found = tables(db)
-        held = (table for table in ("experiments", "runs") if table in found)
-        return bool(found & _TABLES) and not any(
-            db.execute(f"SELECT 1 FROM {table}").fetchone() for table in held
-        )
+        held = found & {"experiments", "runs"}
+        used = any(db.execute(f"SELECT 1 FROM {table}").fetchone() for table in held)
+        return bool(found & _TABLES) and not used
 
 
 def unusable(path: Path) -> str | None:
@@ -95,10 +94,8 @@ def _check_address(uri: str, path: Path) -> None:
     from sqlalchemy import make_url
 
     if make_url(uri).database != str(path):
-        raise InputError(
-            f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%';"
-            " install SQLAlchemy 2.1, or move it"
-        )
+        why = "this version of SQLAlchemy cannot open a path with '?' or '%'"
+        raise InputError(f"{path}: {why}; install SQLAlchemy 2.1, or move it")
 
 
 def _make(path: Path, artifacts: Path) -> None:
@@ -113,10 +110,8 @@ def _make(path: Path, artifacts: Path) -> None:
         shutil.copyfile(made / _EMPTY, fresh)
         with closing(sqlite3.connect(fresh)) as db, db:
             place, now = artifacts.resolve().as_uri() + "/0", int(time.time() * 1000)
-            db.execute(
-                "UPDATE experiments SET artifact_location = ?, creation_time = ?, last_update_time = ?",
-                (place, now, now),
-            )
+            columns = "artifact_location = ?, creation_time = ?, last_update_time = ?"
+            db.execute(f"UPDATE experiments SET {columns}", (place, now, now))
     except (OSError, sqlite3.DatabaseError):  # a cache that cannot be written, or is damaged
         fresh.unlink(missing_ok=True)
         migrate(fresh, artifacts)

@@ -102,7 +102,6 @@ def _hyperparameters(value: "Summary.Value") -> dict[str, Json]:
     config: dict[str, Json] = {}
     for name, entry in data.session_start_info.hparams.items():
         kind = entry.WhichOneof("kind")
-        config[name] = (
-            getattr(entry, kind) if kind in ("bool_value", "number_value", "string_value") else None
-        )
+        known = kind in ("bool_value", "number_value", "string_value")
+        config[name] = getattr(entry, kind) if known else None
     return config

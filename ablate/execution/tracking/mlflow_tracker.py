@@ -37,14 +37,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import RunInfo
 
-_TERMINAL = {
-    "done": "FINISHED",
-    "diverged": "FINISHED",
-    "failed": "FAILED",
-    "oom": "FAILED",
-    "stopped": "KILLED",
-    "pruned": "KILLED",
-}
+_TERMINAL = {"done": "FINISHED", "diverged": "FINISHED", "failed": "FAILED", "oom": "FAILED"}
+_TERMINAL |= dict.fromkeys(("stopped", "pruned"), "KILLED")
 _RECORDS_A_CALL = 10_000
 """Records that are in memory at once. MLflow's client splits them to 1,000 values a request."""
 _RUNS_A_PAGE = 200
@@ -158,7 +152,9 @@ class MlflowTracker(Tracker):
             self.experiment = self._experiment_id(client, moves=self._path == own)
         noted = self.parent or ledger.facts.mlflow_parent
         # An earlier controller may have created the parent run and died before recording it.
-        known = noted or self._parent_by_tag(client, self.experiment)
+        tag = f"tags.`ablate.sweep_id` = '{self._identity}'"
+        tagged = [] if noted else client.search_runs([self.experiment], tag, max_results=1)
+        known = noted or next((run.info.run_id for run in tagged), None)
         if known and not is_active(client, known):
             self.forgotten, self.parent = True, None
             self._stop.set()
@@ -197,12 +193,6 @@ class MlflowTracker(Tracker):
         # Without this kind the experiment's page opens on traces of language models.
         kind = {"mlflow.experimentKind": "custom_model_development"}
         return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
-
-    def _parent_by_tag(self, client: "MlflowClient", experiment: str) -> str | None:
-        wanted = f"tags.`ablate.sweep_id` = '{self._identity}'"
-        return next(
-            (run.info.run_id for run in client.search_runs([experiment], wanted, max_results=1)), None
-        )
 
     def _adopt(self, client: "MlflowClient", experiment: str) -> bool:
         """Move the child runs of deleted parents of this sweep below the present parent; return True if there
@@ -342,13 +332,11 @@ class MlflowTracker(Tracker):
         found = {}
         for one, step, moment, metrics in runs.gaps(ledger, member, ledger.facts.metric.name):
             own = (one.arm, one.seed) == (member.arm, member.seed)
-            known = self._shipped.get((one.arm, one.seed)) or Shipped(
-                one.arm, one.seed, one.mlflow or "", 0, one.closed
-            )
+            recorded = Shipped(one.arm, one.seed, one.mlflow or "", 0, one.closed)
+            known = self._shipped.get((one.arm, one.seed), recorded)
             if own or known.closed:
-                found[run if own else known.run] = [
-                    (step, name, value, moment) for name, value in metrics.items()
-                ]
+                points = [(step, name, value, moment) for name, value in metrics.items()]
+                found[run if own else known.run] = points
         return found
 
     def _create(self, client: "MlflowClient", member: Member) -> str:

@@ -146,12 +146,12 @@ def dataset(member: Member, facts: "DataFacts") -> dict[str, str]:
     if len(name) > _MOST_OF_A_NAME:
         name = f"{name[:_MOST_OF_A_NAME]}..."
     columns = [{"name": column, "type": kind, "required": True} for column, kind in facts["columns"].items()]
-    data = member.resolved.data
+    digest = member.resolved.data
+    if len(digest) > _MOST_OF_A_DIGEST:
+        digest = hashlib.sha256(digest.encode()).hexdigest()[:_MOST_OF_A_DIGEST]
     return {
         "name": name,
-        "digest": data
-        if len(data) <= _MOST_OF_A_DIGEST
-        else hashlib.sha256(data.encode()).hexdigest()[:_MOST_OF_A_DIGEST],
+        "digest": digest,
         "source_type": facts["type"],
         "source": json.dumps(facts["source"]),
         "schema": json.dumps({"mlflow_colspec": columns}),

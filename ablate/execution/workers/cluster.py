@@ -35,8 +35,7 @@ _OBJECT_STORE_BYTES = 128 << 20
 
 _TOKEN = (
     "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here as there (`ray get-auth-token` on the head prints it;"
-    " the file"
-    " ~/.ray/auth_token, or the one that RAY_AUTH_TOKEN_PATH names, may hold it instead)"
+    " the file ~/.ray/auth_token, or the one that RAY_AUTH_TOKEN_PATH names, may hold it instead)"
 )
 _CLIENT = (
     "ray:// needs Ray's client: pip install 'ray[client]'; on a machine of the cluster, host:port needs"
@@ -59,8 +58,7 @@ _SENTENCES = {
     ),
     "Failed to connect": (
         "the server there refused the connection; with token authentication, which Ray's heads have by"
-        " default,"
-        f" {_TOKEN}"
+        f" default, {_TOKEN}"
     ),
     "no authentication token": f"token authentication is on, and there is no token here: {_TOKEN}",
     "authentication token": f"the token here is not the cluster's: {_TOKEN}",
@@ -174,14 +172,10 @@ def connect(
             with sigterm_kept():
                 _initialise(ray, {"address": address, **quiet}, False, say, pause)
         else:
-            local: dict[str, object] = {
-                "include_dashboard": False,
-                **LOOPBACK_ARGUMENT,
-                **temporary_folder_argument(),
-                "object_store_memory": _OBJECT_STORE_BYTES,
-            }
+            local = quiet | LOOPBACK_ARGUMENT | temporary_folder_argument()
+            local |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+            local |= {"address": "local", "num_cpus": workers or os.cpu_count()}
             _private_token()
-            local |= {"address": "local", "num_cpus": workers or os.cpu_count(), **quiet}
             with as_one_machine(ray), sigterm_kept():
                 _initialise(ray, local, True, say, 0.0)
     except Exception as error:  # Ray raises Exception itself where its processes do not answer in time
@@ -271,15 +265,12 @@ def _unreachable(address: str) -> str | None:
 
 def skew(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """Return which versions differ between the two ends and what to do about it, or None if none do."""
-    differing = [
-        f"{name} {theirs[name]} (here {ours[name]})" for name in ours if theirs.get(name) != ours[name]
-    ]
+    names = [name for name in ours if theirs.get(name) != ours[name]]
+    differing = [f"{name} {theirs[name]} (here {ours[name]})" for name in names]
     if not differing:
         return None
-    return (
-        f"has {' and '.join(differing)}: install the same versions on every node, or run the sweep with the"
-        " cluster's"
-    )
+    remedy = "install the same versions on every node, or run the sweep with the cluster's"
+    return f"has {' and '.join(differing)}: {remedy}"
 
 
 def unusable(error: Exception) -> str | None:

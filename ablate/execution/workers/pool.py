@@ -148,11 +148,8 @@ class Pool:
             ray.shutdown()
             raise
         if self._head and not address and exposed(self._head.address):
-            self._notify(
-                "exposed",
-                f"Ray listens on all network interfaces of this machine ({self._head.address}); its token"
-                " protects it",
-            )
+            on = f"all network interfaces of this machine ({self._head.address})"
+            self._notify("exposed", f"Ray listens on {on}; its token protects it")
 
     # Placements
 
@@ -221,9 +218,8 @@ class Pool:
     def _settle(self) -> None:
         """Dismiss actors at placements that this sweep may not use any more; start actors at each that is
         free."""
-        placed = [
-            (trial_id, _key(trial.actors.place), trial.started) for trial_id, trial in self._running.items()
-        ]
+        running = self._running.items()
+        placed = [(trial_id, _key(trial.actors.place), trial.started) for trial_id, trial in running]
         for trial_id in unseated([_key(place) for place in self._placements.places], placed):
             trial = self._running.pop(trial_id)
             trial.abandon()
@@ -261,9 +257,8 @@ class Pool:
             if not self.idle:
                 self._settle()
             request, actors = self._queue.pop(0), self.idle.pop(0)
-            self._running[request.id] = RunningTrial(
-                self._ray, request, actors, self._nonce, self._threads, self._node
-            )
+            place = self._nonce, self._threads, self._node
+            self._running[request.id] = RunningTrial(self._ray, request, actors, *place)
 
     def stop(self, trial: str) -> None:
         """End a trial by its id; `wait` returns its Ended."""
@@ -369,11 +364,9 @@ class Pool:
         """Report once if workers see the state folder, and if they emulate slowly."""
         if self._address and trial.started:
             workers = f"workers on {trial.address(0)}"
-            shared = "see the state folder, and write into it"
-            self._notify(
-                trial.sees,
-                f"{workers} {shared if trial.sees else f'do not see {trial.request.root}: {_REMOTE}'}",
-            )
+            apart = f"do not see {trial.request.root}: {_REMOTE}"
+            access = "see the state folder, and write into it" if trial.sees else apart
+            self._notify(trial.sees, f"{workers} {access}")
             if not trial.compiled and self._need.kind == "CPU":
                 self._notify("compiled", f"{workers} {_REFERENCE}")
 

@@ -68,10 +68,8 @@ class RemoteStore:
             result = self.store.result(self.trial)
             if result is None:
                 return []
-            return [
-                Events(tuple(self.store.proven(self.trial, result))),
-                Ended(result["status"], result["reason"], result),
-            ]
+            events = Events(tuple(self.store.proven(self.trial, result)))
+            return [events, Ended(result["status"], result["reason"], result)]
         except Damaged:  # the trial runs again
             return []
 
@@ -88,10 +86,8 @@ class RemoteStore:
             with suppress(FileNotFoundError, Damaged):
                 about = unsealed(path)
                 paths.append(path)
-                if about["trial"] != self.trial:
-                    records[about["trial"]] = list(
-                        self.store.events(about["trial"], about["step"], strict=False)
-                    )
+                if (trunk := about["trial"]) != self.trial:
+                    records[trunk] = list(self.store.events(trunk, about["step"], strict=False))
         for worker in workers:
             worker.clear()
             for path in paths:

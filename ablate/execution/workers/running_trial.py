@@ -311,9 +311,8 @@ class RunningTrial:
     def _outcome(self) -> tuple[Ended, CheckpointTimes]:
         """Return the trial's end: the first node's result; without one, an out-of-memory failure of any node,
         or else the first failure."""
-        first, available = self._ended.get(
-            0, (Ended("failed", "its first node did not end with the others"), {})
-        )
+        none = Ended("failed", "its first node did not end with the others")
+        first, available = self._ended.get(0, (none, {}))
         if first.result is not None:
             return first, available
         failures = [(number, end) for number, (end, _) in self._ended.items() if end.result is None]

@@ -56,9 +56,8 @@ class TrialActors:
         else:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         ranks = self.place[node]
-        resources = (
-            {"num_cpus": 0, "num_gpus": ranks * self.need.gpus} if self.need.gpus else {"num_cpus": ranks}
-        )
+        gpus = self.need.gpus
+        resources = {"num_cpus": 0, "num_gpus": ranks * gpus} if gpus else {"num_cpus": ranks}
         options = {"max_restarts": 0, "max_concurrency": _CALLS, "scheduling_strategy": strategy}
         return self._ray.remote(Actor).options(**resources, **options).remote()
 
@@ -69,10 +68,8 @@ class TrialActors:
         if len(self.nodes) == 1:
             return [request]
         address, port = facts[0]["address"], facts[0]["port"]
-        parts = (
-            GangPart(len(self.nodes), node, address, port, ranks)
-            for node, ranks in enumerate(self.place.values())
-        )
+        numbered = enumerate(self.place.values())
+        parts = [GangPart(len(self.nodes), node, address, port, ranks) for node, ranks in numbered]
         return [replace(request, gang=part) for part in parts]
 
     def dismiss(self) -> None:
