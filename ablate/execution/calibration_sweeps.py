@@ -82,32 +82,25 @@ def write_fitting(
         files, total = _sweeps(file, experiment, count, bad, both), 0.0
         for path, values in files.items():
             path.write_text(with_values(experiment.text, values))
-            sweep = _loaded(path, device)
+            try:
+                sweep = load(path, device)
+            except InputError as error:
+                if not path.stem.endswith(FULL_CALIBRATION):
+                    raise
+                instead = f"{path}: has the full runs of the calibration; --no-full calibrates forks alone"
+                raise InputError(*error.problems, instead) from None
             total += forecast(sweep, state, device).seconds
         if hours is None or total / workers <= 3600 * hours:
             return count, list(files)
     raise TooLong(total / workers)
 
 
-def _loaded(path: Path, device: str) -> Experiment:
-    """Return a sweep of the calibration. A refusal of its full runs names the option that leaves them out."""
-    try:
-        return load(path, device)
-    except InputError as error:
-        if not path.stem.endswith(FULL_CALIBRATION):
-            raise
-        instead = f"{path}: has the full runs of the calibration; --no-full calibrates forks alone"
-        raise InputError(*error.problems, instead) from None
-
-
 def proposal(experiment: Experiment, chosen: "Candidate", seeds: int, bad: str) -> dict[str, Json]:
     """Return the keys that the proposal changes in the experiment's file."""
     if chosen.design is None:
         return {"design": None, "seeds": seeds}
-    design = chosen.design.model_dump(mode="json", exclude_defaults=True) | {
-        "trunk": chosen.design.trunk,
-        "bad": bad,
-    }
+    design = chosen.design.model_dump(mode="json", exclude_defaults=True)
+    design |= {"trunk": chosen.design.trunk, "bad": bad}
     metric: dict[str, Json] = {"name": experiment.metric.name}
     if experiment.metric.direction != "minimize":
         metric["direction"] = experiment.metric.direction

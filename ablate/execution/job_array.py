@@ -221,7 +221,8 @@ def collect(folder: Path, jobs: Jobs, store: Store) -> Iterator[Collected]:
             if store.finished(trial):
                 yield Collected(trial, "there already")
                 continue
-            if link := _link(source.folder(trial)):
+            whole = (source.folder(trial), *source.folder(trial).rglob("*"))
+            if link := next((path for path in whole if path.is_symlink()), None):
                 raise Damaged(link, "a link, which no trial writes")
             result = source.result(trial)
             if result is not None:
@@ -236,11 +237,6 @@ def collect(folder: Path, jobs: Jobs, store: Store) -> Iterator[Collected]:
             yield Collected(trial, "not finished", source.log_tail(trial, attempt, 1))
         else:
             yield Collected(trial, "not begun")
-
-
-def _link(folder: Path) -> Path | None:
-    """Return a link in a folder, or the folder itself if it is one; None if there is none."""
-    return next((path for path in (folder, *folder.rglob("*")) if path.is_symlink()), None)
 
 
 def _copy(source: Path, store: Store, trial: str) -> None:

@@ -10,7 +10,8 @@ without a change does not matter.
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from ablate.errors import InputError
@@ -57,31 +58,28 @@ class PlannedCode:
         return tuple(sorted(path for path in paths if before.get(path) != _signature(path)))
 
     def _look(self) -> dict[Path, _Signature]:
-        return {path: signature for config in self._configs.values() for path, signature in _signed(config)}
-
-
-def _signed(config: Workload | Own) -> Iterator[tuple[Path, _Signature]]:
-    try:
-        for path in config.files():
-            if signature := _signature(path):
-                yield path, signature
-    except (OSError, SyntaxError, ValueError):  # deleted, or half written: its fingerprint differs
-        return
+        signatures = dict[Path, _Signature]()
+        for config in self._configs.values():
+            with suppress(
+                OSError, SyntaxError, ValueError
+            ):  # deleted, or half written: its fingerprint differs
+                for path in config.files():
+                    if signature := _signature(path):
+                        signatures[path] = signature
+        return signatures
 
 
 def _signature(path: Path) -> _Signature | None:
-    try:
+    with suppress(OSError):
         status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return None
 
 
 def _fingerprint(config: Workload | Own) -> str | None:
-    try:
+    with suppress(OSError, SyntaxError, ValueError):
         return config.fingerprint()
-    except (OSError, SyntaxError, ValueError):
-        return None
+    return None
 
 
 def edited_error(name: str, files: Iterable[Path], discarded: int) -> InputError:

@@ -31,7 +31,6 @@ from ablate.experiment.arms import Arm, KnobError, label
 from ablate.experiment.edits import edits, versions_alone
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import CONFIRM, GROUPS, Role
-from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
 from ablate.store.judged_files import keep
 from ablate.store.ledger import Ledger
@@ -143,7 +142,10 @@ class Scheduler:
             spec = self.experiment.spec(arm, seed, self.device)
             self.queue.family.add(spec, self.store.checkpoint_step(spec.id))
             trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
-            self._describe_data(spec)
+            source = spec.config.data_source
+            if isinstance(source, KINDS) and (data := spec.config.fingerprint()) not in self._data:
+                self._data.add(data)
+                self.ledger.facts.add_data(data, facts(source))
             if trial in self._status:
                 continue
             self._note(trial, self.ledger.status(trial))
@@ -188,12 +190,6 @@ class Scheduler:
             for trial_id in sorted(self.reused):
                 if not self.adopt(self._works[trial_id].trial, trial_id):
                     self._wait(self._works[trial_id])
-
-    def _describe_data(self, spec: TrialSpec) -> None:
-        source = spec.config.data_source
-        if isinstance(source, KINDS) and (fingerprint := spec.config.fingerprint()) not in self._data:
-            self._data.add(fingerprint)
-            self.ledger.facts.add_data(fingerprint, facts(source))
 
     def grow(self) -> list[str]:
         """Request more seeds for undecided arms and their baselines; return a line for each arm. Nothing

@@ -59,8 +59,11 @@ def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
         gc.freeze()
 
     def run_fork(request: TrialRequest) -> int:
-        with _ending_early():
-            import_slow(request)
+        several = (IMPORTS if request.ranks > 1 else ()) + (SHARDING if request.sharded else ())
+        with _ending_early(), redirect_stdout(sys.stderr):  # standard output is for messages
+            for module in (*request.imports, *several):  # slow: once, for this and all later trials
+                with suppress(ImportError):  # a missing module is the trial's own error
+                    importlib.import_module(module)
         pid = os.fork()
         if pid == 0:
             compute(request, parse)
@@ -131,16 +134,6 @@ def rehearse() -> None:
     # There may be no default corpus; each trial, on data of its own, then loads those parts itself.
     with suppress(OSError, ValueError):
         list(smallest.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry())))
-
-
-def import_slow(request: TrialRequest) -> None:
-    """Import the request's slow modules for this and all later trials. A missing module is the trial's own
-    error."""
-    several = (IMPORTS if request.ranks > 1 else ()) + (SHARDING if request.sharded else ())
-    with redirect_stdout(sys.stderr):  # standard output is for messages
-        for module in (*request.imports, *several):
-            with suppress(ImportError):
-                importlib.import_module(module)
 
 
 def wait_for(pid: int) -> int:

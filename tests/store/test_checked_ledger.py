@@ -68,7 +68,7 @@ OPENED_APART = {
     "judging/answer.py": "the ledger that it has just written",
     "judging/judged_ledger.py": "where runs are from, before they are replaced",
     "execution/sweep_status.py": "progress, after a comparison of rows with their seals",
-    "execution/tracking/follower.py": "a thread of the process that writes it",
+    "execution/tracking/tracker.py": "a thread of the process that writes it",
     "reports/report_files.py": "the state that a report shows, not its records",
     "store/checked_ledger.py": "the one place",
     "store/named_arms.py": "ids of members",

@@ -107,7 +107,7 @@ class Study:
         self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
         self._constraints = [*(constraint.description for constraint in experiment.keys.constraints), ENDED]
         self.given_up: dict[int, int] = {}
-        """Step of the report after which the pruner gave a point up, by number."""
+        """Step of the report after which the pruner gave a point up, by number; later ones are ignored."""
         self.damaged: Path | None = None
         """New path of a journal that could not be read, and was written again."""
         try:
@@ -232,7 +232,13 @@ class Study:
             trial = self.study.ask()
             for knob, dimension in self._experiment.space.items():
                 if dimension.applies(knobs):
-                    knobs[knob] = decode(_suggest(trial, knob, self.distributions[knob]))
+                    known = self.distributions[knob]
+                    if isinstance(known, CategoricalDistribution):
+                        knobs[knob] = decode(trial.suggest_categorical(knob, known.choices))
+                    else:
+                        whole = isinstance(known, IntDistribution)
+                        suggest = trial.suggest_int if whole else trial.suggest_float
+                        knobs[knob] = suggest(knob, known.low, known.high, log=known.log)
         return trial.number - len(self._warm), knobs
 
     def add(self, point: Point) -> None:
@@ -268,16 +274,12 @@ class Study:
         once. A second report for the same step is ignored."""
         trial = self._trial(number)
         known = self._storage.get_trial(trial)
-        if self.prunes(number) or known.state.is_finished() or step in known.intermediate_values:
+        if number in self.given_up or known.state.is_finished() or step in known.intermediate_values:
             return
         self._storage.set_trial_intermediate_value(trial, step, value)
         with _quiet():
             if self.study.pruner.prune(self.study, self._storage.get_trial(trial)):
                 self.given_up[number] = step
-
-    def prunes(self, number: int) -> bool:
-        """Return True if the pruner has given the point up; later reports are ignored."""
-        return number in self.given_up
 
     def tell(
         self,
@@ -313,13 +315,6 @@ class Study:
     def _settle(self, number: int, state: TrialState, values: Sequence[float] | None = None) -> None:
         with _quiet():
             self.study.tell(len(self._warm) + number, values, state)
-
-
-def _suggest(trial: optuna.Trial, knob: str, known: BaseDistribution) -> Category:
-    if isinstance(known, CategoricalDistribution):
-        return trial.suggest_categorical(knob, known.choices)
-    suggest = trial.suggest_int if isinstance(known, IntDistribution) else trial.suggest_float
-    return suggest(knob, known.low, known.high, log=known.log)
 
 
 @contextmanager

@@ -159,7 +159,10 @@ class MlflowTracker(Tracker):
             self.forgotten, self.parent = True, None
             self._stop.set()
             raise LookupError("MLflow does not have this sweep's run any more; a new one is created")
-        parent = known or self._new_parent(client, self.experiment, ledger)
+        if not (parent := known):
+            tags = {"ablate.kind": "sweep", "ablate.sweep_id": self._identity, "ablate.sweep": self._sweep}
+            tags[runs.NOTE] = ledger.facts.question
+            parent = client.create_run(self.experiment, tags=tags, run_name=self._sweep).info.run_id
         if not noted:
             for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
                 if text := ledger.fact(name):
@@ -247,15 +250,6 @@ class MlflowTracker(Tracker):
             raise RuntimeError("MLflow is not connected")
         return known
 
-    def _new_parent(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> str:
-        tags = {
-            "ablate.kind": "sweep",
-            "ablate.sweep_id": self._identity,
-            "ablate.sweep": self._sweep,
-            runs.NOTE: ledger.facts.question,
-        }
-        return client.create_run(experiment, tags=tags, run_name=self._sweep).info.run_id
-
     def _save_view(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> None:
         minimize, now = ledger.facts.metric.direction == "minimize", int(time.time() * 1000)
         parts = bool(ledger.facts.design) and "val/loss_bf16" in ledger.names().values()
@@ -299,8 +293,11 @@ class MlflowTracker(Tracker):
             run = self._create(client, member)
         elif not (begun or over):
             client.update_run(run, status="RUNNING")
-        if params:
-            self._log_data(client, ledger, run, member)
+        if params and (facts := ledger.facts.data(member.resolved.data)):  # sent twice, it is stored once
+            from mlflow.entities import Dataset, DatasetInput, InputTag
+
+            training = [InputTag("mlflow.data.context", "training")]
+            client.log_inputs(run, [DatasetInput(Dataset(**runs.dataset(member, facts)), training)])
         gaps = self._gaps(ledger, member, run) if over else {}
         step, more = known.step, gaps.pop(run, [])
         main = self._metrics[0]
@@ -319,10 +316,10 @@ class MlflowTracker(Tracker):
             if is_active(client, other):  # may have been deleted in its pages
                 self._log(client, other, compared)
         if over:
-            facts = self._made.pop(run, None) or client.get_run(run).info
-            self._log_artifacts(facts, member)
+            info = self._made.pop(run, None) or client.get_run(run).info
+            self._log_artifacts(info, member)
             lasted = member.seconds and int(1000 * member.seconds)  # of the trial, not of the upload
-            ended = facts.start_time + lasted if lasted else None
+            ended = info.start_time + lasted if lasted else None
             client.set_terminated(run, _TERMINAL[member.status], ended)
         return Shipped(known.arm, known.seed, run, step, over)
 
@@ -345,14 +342,6 @@ class MlflowTracker(Tracker):
         info = client.create_run(self._id(self.experiment), tags=tags, run_name=name).info
         self._made[info.run_id] = info
         return info.run_id
-
-    def _log_data(self, client: "MlflowClient", ledger: Ledger, run: str, member: Member) -> None:
-        """Add the member's training data as its run's input; sent twice, it is stored once."""
-        if facts := ledger.facts.data(member.resolved.data):
-            from mlflow.entities import Dataset, DatasetInput, InputTag
-
-            tags = [InputTag("mlflow.data.context", "training")]
-            client.log_inputs(run, [DatasetInput(Dataset(**runs.dataset(member, facts)), tags)])
 
     @staticmethod
     def _log(

@@ -69,6 +69,8 @@ class TensorBoard(Tracker):
                 self._update(ledger, member, last, over=True)
 
     def _update(self, ledger: Ledger, member: Member, last: Pace, over: bool) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         folder = self._folder / _folder_name(member.name) / f"seed={member.seed}"
         name = f"{_PREFIX}{last.step:010}.{int(1000 * last.moment)}"
         old = sorted(folder.glob(f"{_PREFIX}*"))
@@ -78,19 +80,14 @@ class TensorBoard(Tracker):
         if old and not over and steps <= last.step < _GROWTH * steps:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._write(folder / _UNFINISHED, ledger, member, last.step)
+        with (folder / _UNFINISHED).open("wb") as file:
+            writer = RecordWriter(file)
+            for event in self._events(ledger, member, last.step):
+                writer.write(event.SerializeToString())
         (folder / _UNFINISHED).replace(folder / name)
         for path in old:
             if path.name != name:
                 path.unlink(missing_ok=True)
-
-    def _write(self, path: Path, ledger: Ledger, member: Member, step: int) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        with path.open("wb") as file:
-            writer = RecordWriter(file)
-            for event in self._events(ledger, member, step):
-                writer.write(event.SerializeToString())
 
     def _events(self, ledger: Ledger, member: Member, last: int) -> "Iterator[Event]":
         """Yield a member's events up to a step: the version of the format, a start that replaces what

@@ -71,8 +71,6 @@ _SENTENCES = {
     "ray[client]": _CLIENT,
 }
 """Explanation by a part of Ray's error message."""
-_HINTS = {"ersion mismatch": "install the cluster's version of Ray and of Python here"}
-"""Remedy, appended to Ray's error message, by a part of it."""
 
 
 class Node(TypedDict):
@@ -250,7 +248,8 @@ def _explained(message: str, address: str | None) -> str:
     mode = os.environ.get("RAY_AUTH_MODE") or "not set"
     if sentence and _TOKEN in sentence and mode != "token":
         sentence += f"; here RAY_AUTH_MODE is {mode}"
-    return sentence or message + "".join(f"; {hint}" for part, hint in _HINTS.items() if part in message)
+    hint = "; install the cluster's version of Ray and of Python here"
+    return sentence or message + (hint if "ersion mismatch" in message else "")
 
 
 def _unreachable(address: str) -> str | None:

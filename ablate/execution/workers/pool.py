@@ -195,13 +195,13 @@ class Pool:
         unused = unused_units(self._need.kind) if self._address and not self._client else room
         trials = [(trial.actors.place, trial.started) for trial in self._running.values()]
         held = by_use(trials, [actors.place for actors in self.idle])
-        late = [trial.actors.place for trial in self._running.values() if self._is_late(trial)]
+        late = [
+            trial.actors.place
+            for trial_id, trial in self._running.items()
+            if not trial.started
+            and time.monotonic() - trial.began > _START_SECONDS * 2 ** self._moves[trial_id]
+        ]
         return placements(self._need, min(self._most, max(self.wanted, 1)), room, unused, held, late)
-
-    def _is_late(self, trial: RunningTrial) -> bool:
-        """Return True for a trial that has waited for its actors for long: longer each time that it moves."""
-        patience = _START_SECONDS * 2 ** self._moves[trial.request.id]
-        return not trial.started and time.monotonic() - trial.began > patience
 
     def _connection_lost(self, error: Exception) -> ClusterLost:
         return ClusterLost(f"the connection to {self._address} is gone ({' '.join(str(error).split())})")
