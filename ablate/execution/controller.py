@@ -522,14 +522,12 @@ class Controller:
         self.news.append(Routine(line) if routine else line)
 
     def _progress(self) -> Progress:
-        count = self.scheduler.count
-        total = count.total()
+        count, total = self.scheduler.count, self.scheduler.count.total()
         news, self.news, self.scheduler.news = (*self.news, *self.scheduler.news), [], []
         trouble = self._projections.trouble if self._projections else None
         done, running = total - count["pending"] - count["running"], tuple(self._running.values())
-        queue, asks = self.scheduler.queue, self.scheduler.asks_left
-        timed = [each.timed for each in running]
-        seconds_left = queue.seconds_left(timed, self._slots, asks, self._confirmed)
+        timed, asks = [each.timed for each in running], self.scheduler.asks_left
+        seconds_left = self.scheduler.queue.seconds_left(timed, self._slots, asks, self._confirmed)
         return Progress(done, total, self._failed_trials(), running, news, trouble, seconds_left)
 
 

@@ -149,7 +149,7 @@ class Scheduler:
             if trial in self._status:
                 continue
             self._note(trial, self.ledger.status(trial))
-            self._works[spec.id] = Work(trial, arm, seed, optuna, spec, load)
+            self._works[spec.id] = Work(trial, arm, seed, spec, load)
             if self.same_code:
                 self.same_code.take(spec)
             if not self.adopt(trial, spec.id):

@@ -30,7 +30,6 @@ class Work:
     trial: int
     arm: Arm
     seed: int
-    optuna: int | None
     spec: TrialSpec
     load: Load
     part: float = 1.0

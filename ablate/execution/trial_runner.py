@@ -149,10 +149,9 @@ class EventsFile:
 
     def recorded(self, trial: str, step: int) -> dict[str, Json] | None:
         """Return number and digest of a trial's records up to a step; None if they are damaged."""
-        try:
+        with suppress(ValueError):
             return Tally(self.store.events(trial, step, strict=False)).sealed()
-        except ValueError:
-            return None
+        return None
 
     def close(self) -> None:
         self._file.close()

@@ -5,6 +5,7 @@ import math
 import sqlite3
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 
@@ -211,10 +212,9 @@ class RecordQueries(LedgerFile):
 
     def digest(self, trial: int) -> str | None:
         """Return the digest of a trial's records, as a seal has it; None if one cannot be read."""
-        try:
+        with suppress(ValueError):
             return str(self.tally(trial).sealed()["sha256"])
-        except ValueError:
-            return None
+        return None
 
     def strays(self, trial: int, events: Iterable[Event]) -> bool:
         """Return True if a record of the trial is not among these events."""

@@ -89,21 +89,22 @@ def locked(path: Path) -> Iterator[None]:
 
 def create(path: Path, declaration: Declaration) -> ProposalHistory:
     """Write a new history, which must not exist, and return it."""
-    digest = _digest(["", _content(declaration)])
+    text, digest = _line(declaration, "")
     write(_head(path), {"lines": 1, "digest": digest})
-    write_text(path, _line(declaration, "", digest))
+    write_text(path, text)
     return ProposalHistory(declaration, (), (digest,))
 
 
 def append(path: Path, history: ProposalHistory, judgement: Judgement) -> ProposalHistory:
     """Append a judgement and return the longer history. The caller holds the lock and has read the file."""
-    if _read_head(path) != (len(history.digests), history.token):  # the last process ended before its head
-        write(_head(path), {"lines": len(history.digests), "digest": history.token})
-    digest = _digest([history.token, _content(judgement)])
-    write_text(path, path.read_text().rstrip("\n") + "\n" + _line(judgement, history.token, digest))
-    digests = (*history.digests, digest)
-    write(_head(path), {"lines": len(digests), "digest": digest})
-    return ProposalHistory(history.declaration, (*history.judgements, judgement), digests)
+    count = len(history.digests)
+    if _read_head(path) != (count, history.token):  # the last process ended before its head
+        write(_head(path), {"lines": count, "digest": history.token})
+    text, digest = _line(judgement, history.token)
+    write_text(path, path.read_text().rstrip("\n") + "\n" + text)
+    write(_head(path), {"lines": count + 1, "digest": digest})
+    judgements = (*history.judgements, judgement)
+    return ProposalHistory(history.declaration, judgements, (*history.digests, digest))
 
 
 def read(path: Path) -> ProposalHistory | None:
@@ -143,7 +144,10 @@ def read(path: Path) -> ProposalHistory | None:
     try:
         if parsed[0].pop("format") != FORMAT:
             raise InputError(f"{path}:1: written by another version: format {FORMAT} is read")
-        judgements = [_judgement(document) for document in parsed[1:]]
+        for document in parsed[1:]:
+            for side in ("candidate", "baseline"):  # values that are not finite are texts there
+                document[side] = {run: float(value) for run, value in document[side].items()}
+        judgements = [Judgement(**document) for document in parsed[1:]]
         return ProposalHistory(Declaration(**parsed[0]), tuple(judgements), tuple(digests))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: not a history of proposals: {error}") from None
@@ -178,15 +182,6 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return document
 
 
-def _judgement(document: Mapping[str, Any]) -> Judgement:
-    """Return a judgement from its line; values that are not finite are texts there."""
-    values = {
-        side: {run: float(value) for run, value in document[side].items()}
-        for side in ("candidate", "baseline")
-    }
-    return Judgement(**{**document, **values})
-
-
 def _content(line: Declaration | Judgement) -> dict[str, Any]:
     """Return a line as JSON that every reader understands: values that are not finite become texts."""
     if isinstance(line, Declaration):
@@ -199,8 +194,11 @@ def _content(line: Declaration | Judgement) -> dict[str, Any]:
     return document
 
 
-def _line(line: Declaration | Judgement, previous: str, digest: str) -> str:
-    return json.dumps({**_content(line), "previous": previous, "digest": digest}, allow_nan=False) + "\n"
+def _line(line: Declaration | Judgement, previous: str) -> tuple[str, str]:
+    """Return a line as text, and its digest."""
+    content = _content(line)
+    digest = _digest([previous, content])
+    return json.dumps({**content, "previous": previous, "digest": digest}, allow_nan=False) + "\n", digest
 
 
 def _digest(content: object) -> str:

@@ -176,10 +176,9 @@ class Store:
 
     def finished(self, trial: str) -> bool:
         """Return True for a trial with a valid result. A trial whose result is damaged runs again."""
-        try:
+        with suppress(Damaged):
             return self.result(trial) is not None
-        except Damaged:
-            return False
+        return False
 
     def artifacts(self, trial: str) -> list[Path]:
         """Return the files that the trial saved for people, by name; empty if it saved none, or runs

@@ -53,13 +53,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, ledger: Ledger, status: str, note: str) -> None:
-        """Close the sweep, after a last `refresh`.
-
-        Args:
-            ledger: The ledger.
-            status: `FINISHED`, `FAILED`, or `KILLED` for a sweep that was interrupted.
-            note: Answer of the sweep, Markdown.
-        """
+        """Close the sweep, after a last `refresh`. `status`: `FINISHED`, `FAILED`, or `KILLED` for one that
+        was interrupted; `note`: answer of the sweep, Markdown."""
 
     def trouble(self, ledger: Ledger, error: Exception) -> str:
         """Return why an operation failed, as part of a sentence. Release what must not be used again."""
