@@ -39,7 +39,6 @@ class Forecast:
     grown: int = 0
     """Upper bound of the trials on added seeds, if arms stay undecided."""
     done: int = 0
-    """Number of finished trials."""
     proposed: int = 0
     """Number of points that the search has proposed."""
     redefined: list[str] = field(default_factory=list)

@@ -61,7 +61,6 @@ class Jobs:
     """Manifest of an exported sweep."""
 
     name: str
-    """Name of the sweep."""
     file: str
     """Experiment file, as an absolute path on the machine that wrote the folder."""
     seeds: int | None

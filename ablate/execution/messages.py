@@ -61,7 +61,6 @@ class GangPart(_Closed):
     """IP address of the first node, to which all ranks connect."""
     port: int
     local: int
-    """Ranks on this node."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class TrialRequest(_Closed):
     spec: str
     """The whole spec as JSON text: `TrialSpec.wire`."""
     root: str
-    """The state folder."""
     attempt: int
     telemetry: TelemetrySettings
     fork: tuple[tuple[int, str], ...] = ()

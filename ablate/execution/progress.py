@@ -120,4 +120,3 @@ class RunOptions:
     describe: Callable[[Ledger], str] = lambda ledger: ""
     """Function from the finished sweep's ledger to the description of its parent run in MLflow, Markdown."""
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
-    """Trackers beside MLflow, by name."""

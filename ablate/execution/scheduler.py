@@ -78,7 +78,6 @@ class Scheduler:
         self._retired: set[str] = set()
         """Ids of trials whose folders were put aside: other trials may have started from their states."""
         self._works: dict[str, Work] = {}
-        """Every requested trial, by its id."""
         self.same_code: SameCode | None = None
         """Finished trials that are taken over although the code was edited; None without `--same-code`."""
 

@@ -134,7 +134,6 @@ class Supervisor:
         """Class of device of the child's trials."""
         self.child: subprocess.Popen[bytes] | None = None
         self.trial_process: int | None = None
-        """Process id of the running trial."""
         self._one_rank = True
         """True if that process computes the trial; False if its children, the ranks, do."""
 

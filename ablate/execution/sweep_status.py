@@ -66,7 +66,6 @@ class Status:
     controller: str | None = None
     """Process that runs the sweep; None: no process does."""
     trials: dict[str, int] = field(default_factory=dict)
-    """Number of trials by status."""
     running: list[RunningTrialStatus] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     seconds_left: float | None = None
@@ -82,7 +81,6 @@ class Status:
     lead: str | None = None
     """First words of the answer."""
     trouble: str | None = None
-    """Reason why the sweep cannot be read."""
 
     @property
     def total(self) -> int:

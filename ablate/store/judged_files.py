@@ -38,7 +38,6 @@ class JudgedFile:
     alone: bool
     """True if no experiment made the ledger."""
     origin: str
-    """Fact `judged` of the ledger."""
     runs: list[list[str | int | None]]
     """Arm, its baseline, seed and trial of each run."""
 

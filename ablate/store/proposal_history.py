@@ -28,7 +28,6 @@ from ablate.errors import InputError
 from ablate.files import Damaged, lock, read_json, write, write_text
 
 FORMAT = 1
-"""Version of the file."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,8 @@ class Mismatch:
     trial: str
     """Id of the trial; empty if the difference is in the sweep's own data."""
     path: str
-    """File that differs."""
     why: str
-    """Description of the difference."""
     remedy: str
-    """Command that repairs it."""
 
     def __str__(self) -> str:
         return f"{f'trial {self.trial}: ' if self.trial else ''}{self.why}; {self.remedy}"

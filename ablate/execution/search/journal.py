@@ -20,7 +20,6 @@ from ablate.files import Json
 Operation = dict[str, Any]
 """An operation as Optuna writes it to a journal: {op_code, worker_id, ...}."""
 Category = None | bool | int | float | str
-"""Value that Optuna accepts as a category."""
 WARM = "warm"
 """User attribute of a trial that is an arm of an earlier sweep: that arm's name."""
 REPEATS = "repeats"

@@ -47,7 +47,6 @@ class WorkerFacts(TypedDict):
     node: str
     """Ray's id of the node."""
     address: str
-    """IP address of the node."""
     port: int
     """Free port there, to which the ranks of a gang connect."""
     versions: dict[str, str]
