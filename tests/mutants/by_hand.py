@@ -483,8 +483,8 @@ MUTANTS = (
     Mistake(
         "store/registration.py",
         "late_changes",
-        "yield part, late[-1]",
-        "yield part, late[0]",
+        "late = entry",
+        "late = late or entry",
         "test_headline.py",
         "the last late change is the one that a report names",
     ),
