@@ -107,7 +107,7 @@ class Study:
         self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
         self._constraints = [*(constraint.description for constraint in experiment.keys.constraints), ENDED]
         self.given_up: dict[int, int] = {}
-        """Step of the report after which the pruner gave a point up, by number; later ones are ignored."""
+        """Step of the report after which the pruner gave a point up, by number."""
         self.damaged: Path | None = None
         """New path of a journal that could not be read, and was written again."""
         try:
@@ -274,12 +274,16 @@ class Study:
         once. A second report for the same step is ignored."""
         trial = self._trial(number)
         known = self._storage.get_trial(trial)
-        if number in self.given_up or known.state.is_finished() or step in known.intermediate_values:
+        if self.prunes(number) or known.state.is_finished() or step in known.intermediate_values:
             return
         self._storage.set_trial_intermediate_value(trial, step, value)
         with _quiet():
             if self.study.pruner.prune(self.study, self._storage.get_trial(trial)):
                 self.given_up[number] = step
+
+    def prunes(self, number: int) -> bool:
+        """Return True if the pruner has given the point up; later reports are ignored."""
+        return number in self.given_up
 
     def tell(
         self,
