@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines import experts, experts_check
-from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
+from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, kept, work_of
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.linears import Linears
 from ablate.engines.nonfinite import NonfiniteCount, total
@@ -224,14 +224,10 @@ class Engine:
     @contextmanager
     def high_precision(self) -> Iterator[None]:
         """Inside this context, compute all layers without quantisation."""
-        before = {name: layer.products for name, layer in self.layers.items()}
-        for layer in self.layers.values():
-            layer.products = HIGH
-        try:
+        with kept(self.layers.values(), "products"):
+            for layer in self.layers.values():
+                layer.products = HIGH
             yield
-        finally:
-            for name, layer in self.layers.items():
-                layer.products = before[name]
 
     @contextmanager
     def reading(self, recipe: Recipe) -> Iterator[None]:
@@ -243,21 +239,14 @@ class Engine:
         have no part. ValueError if a layer's names are quantised differently.
         """
         deciders = recipe.layers.deciders(self.placed)
-        before = {
-            name: (layer.products, layer.histories, layer.target) for name, layer in self.layers.items()
-        }
         made = self._made(recipe, deciders)
         products = {name: self._agreed(made, deciders, name) for name in self.layers}
-        try:
-            with self.unrecorded():
-                for name, layer in self.layers.items():
-                    layer.products, layer.target, layer.emulated = products[name], None, True
-                    layer.histories = {slot: History() for slot in SLOTS}
-                yield
-        finally:
+        replaced = ("products", "histories", "target", "emulated")
+        with kept(self.layers.values(), *replaced), self.unrecorded():
             for name, layer in self.layers.items():
-                layer.products, layer.histories, layer.target = before[name]
-                layer.emulated = False
+                layer.products, layer.target, layer.emulated = products[name], None, True
+                layer.histories = {slot: History() for slot in SLOTS}
+            yield
 
     def nonfinite(self) -> int:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""
@@ -296,11 +285,9 @@ class Engine:
     @contextmanager
     def divided(self, divided: Divided | None) -> Iterator[None]:
         """Inside this context, divide every layer's tokens among ranks; None: this rank has all of them."""
-        self.context.divided = divided
-        try:
+        with kept([self.context], "divided"):
+            self.context.divided = divided
             yield
-        finally:
-            self.context.divided = None
 
     def shard(self, mesh: "DeviceMesh") -> set[nn.Parameter]:
         """Shard the rows of each layer's weight over the ranks of `mesh`, and return the sharded weights. A
@@ -346,12 +333,12 @@ class Engine:
             yield
             completed = True
         finally:
-            kept = completed and unless_completed
+            keeps = completed and unless_completed
             for name, layer in self.layers.items():
-                if kept:
+                if keeps:
                     counts[name].include(layer.nonfinite)
                 layer.nonfinite = counts[name]
-            if not kept:
+            if not keeps:
                 self._fp4, self._work = work
                 for history, amax in histories:
                     history.amax = amax
@@ -368,19 +355,15 @@ class Engine:
         """Inside this context, recompute activations: operands are neither counted nor given to the probe.
         `moment`: copy of the clock before the first computation, to draw the same bits; None: the clock is
         right."""
-        before = self.clock.micro_batch, self.clock.calls
-        if moment:  # a layer's backward pass, which has a clock of its own call, may ask for an activation
-            self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
-        probe = self.context.probe
-        counts = self._count_apart()
-        self.listen(probe and Muted())
-        try:
+        layers, clock = kept(self.layers.values(), "nonfinite"), kept([self.clock], "micro_batch", "calls")
+        with layers, clock, kept([self.context], "probe"):
+            if (
+                moment
+            ):  # a layer's backward pass, which has a clock of its own call, may ask for an activation
+                self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
+            self._count_apart()
+            self.listen(self.context.probe and Muted())
             yield
-        finally:
-            self.clock.micro_batch, self.clock.calls = before
-            self.listen(probe)
-            for name, layer in self.layers.items():
-                layer.nonfinite = counts[name]
 
 
 def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_name) -> tuple[Layer, ...]:

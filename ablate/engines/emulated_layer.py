@@ -69,6 +69,18 @@ def work_of(layer: nn.Module) -> int:
     return layer.work if isinstance(layer, EmulatedLinear) else math.prod(features(layer))
 
 
+@contextmanager
+def kept(objects: Iterable[object], *names: str) -> Iterator[None]:
+    """Inside this context objects may get other attributes of these names; they have their own afterwards."""
+    before = [(each, {name: getattr(each, name) for name in names}) for each in objects]
+    try:
+        yield
+    finally:
+        for each, values in before:
+            for name, value in values.items():
+                setattr(each, name, value)
+
+
 class NotInForce(Products):
     """Products of a converted layer outside of every step: a call of the layer raises an error. Without it,
     such a call would compute in high precision, and nothing would say so."""
@@ -406,14 +418,11 @@ class EmulatedLinear(Replacement):
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
         """Inside this context casts draw from a copy of the clock, and no probe or count sees them."""
-        before = self.clock, self.context, self.nonfinite
-        self.clock = replace(self.clock, stream="evaluation")
-        self.context = replace(self.context, probe=None)
-        self.nonfinite = NonfiniteCount()
-        try:
+        with kept([self], "clock", "context", "nonfinite"):
+            self.clock = replace(self.clock, stream="evaluation")
+            self.context = replace(self.context, probe=None)
+            self.nonfinite = NonfiniteCount()
             yield
-        finally:
-            self.clock, self.context, self.nonfinite = before
 
 
 class Redrawn(EmulatedLinear):

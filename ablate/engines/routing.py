@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from ablate.engines.autograd import in_backward
 from ablate.engines.emulated import Engine
+from ablate.engines.emulated_layer import kept
 from ablate.engines.experts import Routing
 
 Key = tuple[int, str, int]
@@ -61,15 +62,11 @@ class Recorder:
 @contextmanager
 def recorded(engine: Engine) -> Iterator[Recorder]:
     """Inside this context, record the experts of every token."""
-    before = {name: forward.routing for name, forward in engine.experts.items()}
-    recorder = Recorder(engine, before)
-    try:
+    recorder = Recorder(engine, {name: forward.routing for name, forward in engine.experts.items()})
+    with kept(engine.experts.values(), "routing"):
         for forward in engine.experts.values():
             forward.routing = recorder
         yield recorder
-    finally:
-        for name, forward in engine.experts.items():
-            forward.routing = before[name]
 
 
 class Routes:
