@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.spec import Outer, Quant, Range, Select
-from ablate.numerics.stored import Packed, Stored
+from ablate.numerics.stored import Packed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -102,15 +102,11 @@ def tensor(rows: int = 32, columns: int = 64, seed: int = 0) -> Tensor:
     ).bfloat16()
 
 
-def same(a: Packed | Stored | None, b: Packed | Stored | None) -> bool:
+def same(a: Packed, b: Packed) -> bool:
     """Equal in every byte and every field."""
-    if a is None or b is None:
-        return a is b
     for field in dataclasses.fields(a):
         left, right = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(left, Packed | None):
-            equal = same(left, right)
-        elif isinstance(left, Tensor):
+        if isinstance(left, Tensor):
             equal = left.dtype == right.dtype and torch.equal(
                 left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
             )

@@ -232,7 +232,7 @@ TAMPERED = {
         stored.pack,
         lambda values, f=stored.pack: f(values) << 4 | f(values) >> 4,
         "stored",
-        {"the 16 codes, packed", "unpacked again", "both copies, stored, saved, loaded"},
+        {"the 16 codes, packed", "unpacked again", "both copies, packed and unpacked"},
     ),
     "a tensor scale too large": (
         scaling.encode_scale,
