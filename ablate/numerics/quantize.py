@@ -456,7 +456,7 @@ def ms_eden(
     correction = torch.where(inner == 0, 1.0, power / inner).repeat_interleave(group // length, dim=1)
     return round_scale(
         block_scale * correction.view(rows, 1, columns, 1),
-        quant.scale.model_copy(update={"rounding": "stochastic"}),
+        quant.scale.changed(rounding="stochastic"),
         bits,
     )
 

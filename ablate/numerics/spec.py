@@ -5,11 +5,12 @@ refused, with the reason, when an object is built. "Off" is always None: an unqu
 and an unrotated product has no Hadamard.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -76,6 +77,15 @@ class Spec(BaseModel):
     LATER: ClassVar[frozenset[str]] = frozenset()
     """Fields added since 0.1.0. With its default such a field is not part of a trial's identity, so results
     of earlier releases stay valid."""
+
+    def changed(self, paths: Mapping[str, object] = MappingProxyType({}), **fields: object) -> Self:
+        """Return this description with other values, which are not checked, of fields and of paths to fields
+        at any depth, such as `wgrad.hadamard`; a path leads through no None."""
+        update: dict[str, Any] = dict(fields)
+        for path, value in paths.items():
+            name, dot, rest = path.partition(".")
+            update[name] = update.get(name, getattr(self, name)).changed({rest: value}) if dot else value
+        return self.model_copy(update=update)
 
     def canonical(self, exclude: Collection[str] = ()) -> dict[str, Json]:
         """Return the JSON data that identifies this description: its fields without `exclude` and, at every
@@ -402,7 +412,7 @@ class Quant(Spec):
     @property
     def cast(self) -> "Quant":
         """Return the quantiser with its own error."""
-        return self.model_copy(update={"error": Error()}) if self.altered else self
+        return self.changed(error=Error()) if self.altered else self
 
     @property
     def owned(self) -> tuple[tuple[str, Own], ...]:

@@ -11,8 +11,9 @@ So plans, trials, exports and reports take it as they take any recipe. Torch-fre
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ablate.numerics.spec import Error
 from ablate.recipes.layers import Layer, Match, block_name, blocks_in, select
@@ -22,9 +23,6 @@ Where = Literal["model", "blocks", "kinds", "layers"]
 """Groups of layers: all; those of a block; those with one name within their blocks (`attn.qkv`); each."""
 What = Literal["recipe", "products", "operands"]
 """Groups of operands: all six; the two of a product; each."""
-
-
-P = TypeVar("P", bound=Products)
 
 
 class Cell(NamedTuple):
@@ -79,25 +77,14 @@ def named(recipe: Recipe, globs: Sequence[str], what: What) -> dict[str, Cell]:
     return grid(recipe, [Layer(glob, 0, frozenset()) for glob in globs], "layers", what)
 
 
-def amplified(products: P, times: float) -> P:
-    """Return products, or a whole recipe with its rules, whose quantisation errors are `times` as large."""
-    update: dict[str, object] = {}
-    for name in DIRECTIONS["all"]:
-        product = getattr(products, name)
-        quants = {operand: quant for operand in product.operands if (quant := getattr(product, operand))}
-        update[name] = product.model_copy(
-            update={
-                operand: quant.model_copy(update={"error": Error(times=times)})
-                for operand, quant in quants.items()
-            }
-        )
-    if isinstance(products, Recipe):
-        rules = tuple(
-            rule.model_copy(update={"use": rule.use and amplified(rule.use, times)})
-            for rule in products.layers.rules
-        )
-        update["layers"] = products.layers.model_copy(update={"rules": rules})
-    return products.model_copy(update=update) if times != 1 else products
+def amplified(recipe: Recipe, times: float) -> Recipe:
+    """Return a recipe whose quantisation errors, those of its rules too, are `times` as large."""
+    return recipe.mapped(partial(_amplified, times=times))
+
+
+def _amplified(products: Products, times: float) -> Products:
+    errors = {f"{slot}.error": Error(times=times) for slot, _ in products.quantised()}
+    return products.changed(errors) if times != 1 else products
 
 
 def within(
@@ -129,15 +116,15 @@ def within(
             products = placed.products and placed.products.with_slots(
                 [slot for slot in SLOTS if slot not in wanted[layer.name]], Products()
             )
-            quantised = None if products is None or products.plain else amplified(products, times)
+            quantised = None if products is None or products.plain else _amplified(products, times)
             groups.setdefault(quantised, []).append(layer)
     if globs:
         rules = [
             Rule(match=Match(name=each.name), use=use) for use, own in groups.items() if use for each in own
         ]
         rules.append(Rule(match=Match(name="*"), use=None))
-        return recipe.model_copy(update={"layers": Layers(rules=tuple(rules))})
-    return recipe.model_copy(update={"layers": _shortest(groups, recipe.products, layers)})
+        return recipe.changed(layers=Layers(rules=tuple(rules)))
+    return recipe.changed(layers=_shortest(groups, recipe.products, layers))
 
 
 def _whole(recipe: Recipe, layers: Sequence[Layer], wanted: Mapping[str, Collection[str]]) -> bool:

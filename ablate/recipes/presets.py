@@ -116,7 +116,7 @@ def mxfp4() -> Recipe:
 def _nvfp4() -> Products:
     gradient = Quant(rounding="stochastic")
     products = _same(Quant(), Quant(block="16x16"), gradient)
-    return products.model_copy(update={"wgrad": Wgrad(g=gradient, x=Quant(), hadamard=Hadamard())})
+    return products.changed({"wgrad.hadamard": Hadamard()})
 
 
 def nvfp4() -> Recipe:
@@ -177,7 +177,7 @@ def quartet() -> Recipe:
     """
     forward = _mx("e2m1", "floor", range=Range(statistic="std:2.92247856"), estimator="clip_mask")
     gradient = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
-    again = gradient.model_copy(update={"source": "forward"})
+    again = gradient.changed(source="forward")
     signs = Hadamard(size=32, signs="per_call")
     return Recipe(
         fprop=Fprop(x=forward, w=forward, hadamard=Hadamard(size=32, signs="none")),
@@ -195,7 +195,7 @@ def quartet2() -> Recipe:
     """
     forward = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
     gradient = Quant(rounding="ms_eden", range=Range(headroom=EDEN), outer=Outer(bound=256.0))
-    again = gradient.model_copy(update={"source": "forward"})
+    again = gradient.changed(source="forward")
     signs = Hadamard(size=128, signs="per_step")
     return Recipe(
         fprop=Fprop(x=forward, w=forward),
@@ -215,14 +215,12 @@ def tetrajet2() -> Recipe:
     outer = Outer(granularity="block:128")
     activation = Quant(outer=outer, transform=Transform(channels=0.1))
     gradient = Quant(outer=outer, rounding="stochastic", bits=24)
-    again = gradient.model_copy(update={"source": "forward"})
+    again = gradient.changed(source="forward")
     signs = Hadamard(signs="per_call")
     return Recipe(
         fprop=Fprop(x=activation, w=Quant(outer=outer)),
         dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
-        wgrad=Wgrad(
-            g=gradient, x=again.model_copy(update={"transform": activation.transform}), hadamard=signs
-        ),
+        wgrad=Wgrad(g=gradient, x=again.changed(transform=activation.transform), hadamard=signs),
         weights=Weights(osci_reset=OsciReset()),
     )
 
@@ -237,8 +235,7 @@ def four_over_six() -> Recipe:
     chosen = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED), outer=Outer(bound=256.0))
     products = _same(chosen, chosen, gradient)
-    wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard()})
-    return Recipe.of(products.model_copy(update={"wgrad": wgrad}), layers=Layers(last_fraction=1 / 6))
+    return Recipe.of(products.changed({"wgrad.hadamard": Hadamard()}), layers=Layers(last_fraction=1 / 6))
 
 
 def microsoft_fp4() -> Recipe:
@@ -252,8 +249,8 @@ def microsoft_fp4() -> Recipe:
     outer = Outer(granularity="row", bound=1.0)
     forward = Quant(block=None, scale=None, outer=outer)
     fp8 = _same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2"))
-    x = forward.model_copy(update={"transform": Transform(clamp=0.99)})
-    w = forward.model_copy(update={"estimator": Dge()})
+    x = forward.changed(transform=Transform(clamp=0.99))
+    w = forward.changed(estimator=Dge())
     return Recipe(fprop=Fprop(x=x, w=w), dgrad=fp8.dgrad, wgrad=fp8.wgrad)
 
 
@@ -264,7 +261,7 @@ def ufp4() -> Recipe:
     1D weights. Not modelled: its signs, which are not published (here: fixed).
     """
     quant = Quant(element="int4", scale=BlockScale(format="fp32"), outer=None)
-    gradient = quant.model_copy(update={"rounding": "stochastic"})
+    gradient = quant.changed(rounding="stochastic")
     rotation = Hadamard()
     return Recipe(
         fprop=Fprop(x=quant, w=quant, hadamard=rotation),
@@ -282,8 +279,8 @@ def ue5m3() -> Recipe:
     """
     scale, outer = BlockScale(format="ue5m3", zero="one"), Outer(statistic="hold:50")
     quant = Quant(scale=scale, outer=outer)
-    gradient = quant.model_copy(update={"rounding": "stochastic"})
-    return Recipe.of(_same(quant, quant.model_copy(update={"block": "16x16"}), gradient))
+    gradient = quant.changed(rounding="stochastic")
+    return Recipe.of(_same(quant, quant.changed(block="16x16"), gradient))
 
 
 def row_scaled() -> Recipe:
@@ -367,7 +364,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd() -> Recipe:
     """
     quant = mxfp8().dgrad.g
     assert quant is not None
-    again = quant.model_copy(update={"source": "forward_bf16"})
+    again = quant.changed(source="forward_bf16")
     return Recipe(fprop=_BY_ROWS, dgrad=Dgrad(g=quant, w=again), wgrad=Wgrad(g=quant, x=again))
 
 
@@ -387,9 +384,7 @@ def mxfp4_amd() -> Recipe:
     Not modelled: whatever else the paper does; the direction of the block scales, which is that of `mxfp4`
     here, was not checked against it.
     """
-    products = mxfp4().products
-    wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard(size=32)})
-    return Recipe.of(products.model_copy(update={"wgrad": wgrad}))
+    return mxfp4().changed({"wgrad.hadamard": Hadamard(size=32)})
 
 
 def _per_token(w: Quant) -> Recipe:
@@ -456,8 +451,7 @@ def if4() -> Recipe:
     chosen = Quant(select=Select(among="grids"))
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED))
     products = _same(chosen, chosen, gradient)
-    wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard()})
-    return Recipe.of(products.model_copy(update={"wgrad": wgrad}))
+    return Recipe.of(products.changed({"wgrad.hadamard": Hadamard()}))
 
 
 def luq() -> Recipe:
@@ -509,11 +503,10 @@ def mxfp4_v4() -> Recipe:
     """
     scale, power = BlockScale(format="e8m0", rounding="ceil"), Range(map_to=1.0, prescale=6.0)
     quant = Quant(block="1x32", scale=scale, range=power, outer=None)
-    halved = scale.model_copy(update={"halve_below": 0.87})
-    weight = quant.model_copy(update={"block": "32x32", "scale": halved})
+    weight = quant.changed({"scale.halve_below": 0.87}, block="32x32")
     return Recipe(
         fprop=Fprop(x=quant, w=weight),
-        dgrad=Dgrad(g=quant.model_copy(update={"rounding": "stochastic"}), w=weight),
+        dgrad=Dgrad(g=quant.changed(rounding="stochastic"), w=weight),
         wgrad=Wgrad(g=quant, x=quant, hadamard=Hadamard(size=32)),
     )
 

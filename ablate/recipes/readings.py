@@ -44,7 +44,7 @@ def _forward(products: Products, name: str) -> Products:
     """Return the forward product alone, without the activations' format if the name says so."""
     fprop = products.fprop
     if name.endswith(WEIGHTS_ONLY):
-        fprop = fprop.model_copy(update={"x": None}) if fprop.w else Fprop()
+        fprop = fprop.changed(x=None) if fprop.w else Fprop()
     return Products(fprop=fprop)
 
 

@@ -22,7 +22,7 @@ learning rate.
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -80,7 +80,7 @@ class Product(Spec):
         update: dict[str, object] = dict.fromkeys((*self.operands, "hadamard"))
         if getattr(self, "dequantised", False):
             update["dequantised"] = False
-        return self.model_copy(update=update)
+        return self.changed(**update)
 
     @model_validator(mode="after")
     def _rotated_enough(self) -> "Product":
@@ -205,40 +205,29 @@ class Products(Spec):
             update[name] = (
                 own if name not in DIRECTIONS[slots] else own.high_precision() if new.plain else new
             )
-        return self.model_copy(update=update)._without_lost_copies()
+        return self.changed(**update)._without_lost_copies()
 
     def with_slots(self, slots: Collection[str], other: "Products") -> "Products":
         """Return these products with some operands, of SLOTS, quantised as in `other`. A product without
         quantised operands is not rotated."""
-        update = {}
-        for name in DIRECTIONS["all"]:
-            product = getattr(self, name)
-            operands = [operand for operand in product.operands if f"{name}.{operand}" in slots]
-            changed = product.model_copy(
-                update={operand: getattr(getattr(other, name), operand) for operand in operands}
-            )
-            quantised = any(getattr(changed, operand) for operand in changed.operands)
-            if quantised and getattr(changed, "dequantised", False):
-                changed = changed.model_copy(update={"dequantised": False})
-            update[name] = changed if quantised or not operands else changed.high_precision()
-        return self.model_copy(update=update)._without_lost_copies()
+        made = self.changed({slot: other.slot(slot) for slot in slots})
+        for name in {slot.partition(".")[0] for slot in slots}:
+            product = getattr(made, name)
+            if not any(getattr(product, operand) for operand in product.operands):
+                made = made.changed({name: product.high_precision()})
+            elif getattr(product, "dequantised", False):
+                made = made.changed({f"{name}.dequantised": False})
+        return made._without_lost_copies()
 
     def _without_lost_copies(self) -> "Products":
         """Return the products with operands whose forward copy is missing starting from the original."""
-        changed = self
-        for slot, forward in FORWARD_COPY.items():
-            quant = changed.slot(slot)
-            if quant and quant.from_forward and changed.slot(forward) is None:
-                product, operand = slot.split(".")
-                original = quant.model_copy(update={"source": "original"})
-                changed = changed.model_copy(
-                    update={product: getattr(changed, product).model_copy(update={operand: original})}
-                )
-            if changed.dequantised(slot) and changed.slot(forward) is None:
-                product = slot.partition(".")[0]
-                original_only = getattr(changed, product).model_copy(update={"dequantised": False})
-                changed = changed.model_copy(update={product: original_only})
-        return changed
+        lost: dict[str, object] = {}
+        for slot in (slot for slot, forward in FORWARD_COPY.items() if self.slot(forward) is None):
+            if (quant := self.slot(slot)) and quant.from_forward:
+                lost[f"{slot}.source"] = "original"
+            if self.dequantised(slot):
+                lost[f"{slot.partition('.')[0]}.dequantised"] = False
+        return self.changed(lost)
 
     @model_validator(mode="after")
     def _copies_exist(self) -> "Products":
@@ -522,15 +511,12 @@ class Recipe(Products):
                 products = products.replaced(phase.slots, phase.use or Products())
             return products
 
-        own = changed(self.products)
-        rules = tuple(
-            rule.model_copy(update={"use": rule.use and changed(rule.use)}) for rule in self.layers.rules
-        )
-        layers = self.layers.model_copy(update={"rules": rules})
-        return self.model_copy(
-            update={name: getattr(own, name) for name in DIRECTIONS["all"]}
-            | {"layers": layers, "schedule": ()}
-        )
+        return self.mapped(changed).changed(schedule=())
+
+    def mapped(self, change: Callable[[Products], Products]) -> "Recipe":
+        """Return the recipe with its products, and those of its rules, as a function changes them."""
+        rules = tuple(rule.changed(use=rule.use and change(rule.use)) for rule in self.layers.rules)
+        return self.changed({"layers.rules": rules}, **dict(change(self.products)))
 
     def decided(self, decider: Decider) -> Products | None:
         """Return the products that `decider` assigns; None: high precision."""

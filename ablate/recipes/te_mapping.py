@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Literal
 
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, argument, tag
 from ablate.recipes.changes import as_data, as_word, changes
@@ -50,7 +50,6 @@ from ablate.recipes.recipe import (
     Wgrad,
 )
 
-AnyProducts = TypeVar("AnyProducts", bound=Products)
 Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 TENSORS = {
     "input": ("fprop.x", "wgrad.x"),
@@ -184,17 +183,14 @@ def _custom(products: Products) -> Custom:
     return Custom(**copies)
 
 
-def canonical(products: AnyProducts) -> AnyProducts:
-    """Return the products, or a recipe's, as `products_of` writes them: a forward copy that is exact in bf16
+def canonical(products: Products) -> Products:
+    """Return the products as `products_of` writes them: a forward copy that is exact in bf16
     is taken in bf16, which changes no bit.
     """
     for slot, forward in FORWARD_COPY.items():
         again, copied = products.slot(slot), products.slot(forward)
         if again and again.source == "forward" and copied and _exact_in_bf16(copied):
-            name, operand = slot.split(".")
-            quant = again.model_copy(update={"source": "forward_bf16"})
-            product = getattr(products, name).model_copy(update={operand: quant})
-            products = products.model_copy(update={name: product})
+            products = products.changed({f"{slot}.source": "forward_bf16"})
     return products
 
 

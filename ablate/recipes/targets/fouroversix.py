@@ -46,7 +46,7 @@ OPERANDS: Mapping[str, Mapping[str, Quant]] = {
         "mae": _chosen("mae"),
         "abs_max": _chosen("absmax"),
     },
-    "mxfp4": {"static_6": _MXFP4, "static_4": _MXFP4.model_copy(update={"range": Range(map_to=4.0)})},
+    "mxfp4": {"static_6": _MXFP4, "static_4": _MXFP4.changed(range=Range(map_to=4.0))},
     "nvint4": {"static_6": Quant(element="int4")},
 }
 """Quantiser of an operand by data type and scale rule, rounded to nearest in blocks of one row."""
@@ -243,7 +243,7 @@ def _operand(tensor: str, options: Mapping[str, Json], where: str) -> Quant:
         update = {"rounding": "stochastic", "bits": _BITS[options["quantize_backend"]]}
     if tensor == "weight" and options["weight_scale_2d"]:
         update["block"] = _SQUARE[str(quant.block)]
-    return quant.model_copy(update=update)
+    return quant.changed(**update)
 
 
 # --- the authors' training scripts ----------------------------------------------------------------

@@ -223,7 +223,7 @@ def read(
     if stages != "1" and any(rule.match.blocks for rule in rules):
         why = f"each stage numbers its own blocks from 0, and {path} names blocks by number"
         raise ValueError(f"{_STAGES} {stages}: {why}")
-    return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": rules})})
+    return recipe.changed({"layers.rules": rules})
 
 
 def without_effect(arguments: Sequence[str]) -> Iterator[str]:
@@ -277,7 +277,7 @@ def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> 
         }
     products = _made(named, values[named], fp8, environment, **more)
     if "--no-fp8-wgrad" in said and delayed:
-        products = products.model_copy(update={"wgrad": products.wgrad.high_precision()})
+        products = products.changed(wgrad=products.wgrad.high_precision())
     padding = f"routed:{multiple(products)}" if _ROUTED in said else "zeros"
     return Recipe.of(products, layers=layers, experts=Experts(padding=padding))
 
@@ -334,7 +334,7 @@ def confirm(
     if recipe.layers.rules and model.depth is not None:
         layers = megatron_precision.modules(model.depth, has_experts(model.layers))
         model = Model(model.label, model.depth, layers)
-    confirmed(_read_back(recipe), made, model, what)
+    confirmed(recipe.mapped(canonical), made, model, what)
 
 
 def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool = True) -> Job:
@@ -402,15 +402,6 @@ def _named(description: Builtin | None) -> dict[str, str]:
         return {"--fp4-format": "e2m1", "--fp4-recipe": word}
     form = dict(description.options)["fp8_format"]
     return {"--fp8-format": next(key for key, name in _FP8.items() if name == form), "--fp8-recipe": word}
-
-
-def _read_back(recipe: Recipe) -> Recipe:
-    """Return a recipe as `read` spells it: of several spellings of the same bits, one."""
-    rules = tuple(
-        rule.model_copy(update={"use": rule.use and canonical(rule.use)}) for rule in recipe.layers.rules
-    )
-    layers = recipe.layers.model_copy(update={"rules": rules})
-    return canonical(recipe).model_copy(update={"layers": layers})
 
 
 def _of_experts(recipe: Recipe, model: Model) -> Iterator[str]:

@@ -99,7 +99,7 @@ def translated(recipe: Recipe, layers: Sequence[Layer]) -> Recipe:
             every = len(found) == len(blocks)
             names = ["*"] if every else [f"decoder.layers.{block}" for block in found]
             rules += [Rule(match=Match(name=f"{name}.{module}"), use=None) for name in names]
-    return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": tuple(rules)})})
+    return recipe.changed({"layers.rules": tuple(rules)})
 
 
 def written(recipe: Recipe, layers: tuple[Layer, ...], to_fields: ToFields) -> str:

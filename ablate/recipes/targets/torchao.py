@@ -25,13 +25,11 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _KERNELS = ("AUTO", "EMULATED", "TRITON", "TORCH", "MSLK")
 """Kernels compute the same products; which one runs decides no bit that a recipe describes."""
 _EITHER = ("False", "True")
-_CHANGES: Mapping[tuple[str, str], Callable[[Recipe], dict[str, object]]] = {
-    ("rht_sign_vector", "None"): lambda recipe: {
-        "wgrad": recipe.wgrad.model_copy(update={"hadamard": Hadamard(size=16, signs="per_layer")})
-    },
-    ("wgrad_with_hp", "True"): lambda recipe: {"wgrad": recipe.wgrad.high_precision()},
+_CHANGES: Mapping[tuple[str, str], Mapping[str, object]] = {
+    ("rht_sign_vector", "None"): {"wgrad.hadamard": Hadamard(size=16, signs="per_layer")},
+    ("wgrad_with_hp", "True"): {"wgrad.g": None, "wgrad.x": None},
 }
-"""Fields of a recipe by the state of a field that changes them: `Recipe.model_copy` takes them."""
+"""Fields of a recipe by the state of a field that changes them."""
 _QUANTIZE = """\
 from torchao.quantization import quantize_
 from torchao.quantization.quantize_.common import KernelPreference
@@ -55,8 +53,7 @@ class Config:
         """Return the recipe that the fields' values stand for."""
         recipe = self.preset()
         for state in values.items():
-            if state in _CHANGES:
-                recipe = recipe.model_copy(update=_CHANGES[state](recipe))
+            recipe = recipe.changed(_CHANGES.get(state, {}))
         return recipe
 
     def states(self) -> Iterator[dict[str, str]]:
