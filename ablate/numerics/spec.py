@@ -78,7 +78,7 @@ class Spec(BaseModel):
     """Fields added since 0.1.0. With its default such a field is not part of a trial's identity, so results
     of earlier releases stay valid."""
 
-    def changed(self, paths: Mapping[str, object] = MappingProxyType({}), **fields: object) -> Self:
+    def changed(self, paths: Mapping[str, object] = MappingProxyType({}), /, **fields: object) -> Self:
         """Return this description with other values, which are not checked, of fields and of paths to fields
         at any depth, such as `wgrad.hadamard`; a path leads through no None."""
         update: dict[str, Any] = dict(fields)
