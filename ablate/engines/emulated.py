@@ -405,28 +405,28 @@ def convert(
     that are replaced too (linears.py). ValueError if a layer cannot be replaced (see `quantisable`), nothing
     would be replaced, or the recipe does not fit the model's layers.
     """
-    dtype = DTYPES[recipe.dtype]
-    names = quantisable(model, block, linears)
-    first = [name for name in names if wanted(name, model.get_submodule(name))]
-    make = partial(EmulatedExpert, clock=clock, dtype=dtype)
-    stacks = attached(model, recipe.experts, make, block, wanted)
-    if first or not stacks:
-        made = partial(EmulatedLinear, clock=clock, dtype=dtype)
-        replaced(model, first, made, block, {*names} - {*first})
+    replace_layers(model, recipe, clock, EmulatedLinear, EmulatedExpert, block, wanted, linears)
     return Engine(model, recipe, clock, block)
 
 
-def attached(
+def replace_layers(
     model: nn.Module,
-    how: Experts,
-    make: experts.MakeExpert,
+    recipe: Recipe,
+    clock: Clock,
+    linear: Callable[..., EmulatedLinear],
+    expert: Callable[..., EmulatedExpert],
     block: BlockOf = block_name,
-    wanted: Callable[[str, nn.Module], bool] = lambda name, experts: True,
-) -> list[str]:
-    """Give packed experts inside the blocks their layers, by `make`; return the names of their modules."""
+    wanted: Callable[[str, nn.Module], bool] = lambda name, linear: True,
+    linears: Linears = (),
+) -> None:
+    """Replace what `convert` does, by `linear` and `expert`, which take the arguments of the classes that
+    `convert` makes."""
+    names, how = quantisable(model, block, linears), {"clock": clock, "dtype": DTYPES[recipe.dtype]}
+    first = [name for name in names if wanted(name, model.get_submodule(name))]
     stacks = {n: module for n, module in experts.packed(model).items() if block(n) and wanted(n, module)}
     for name, module in stacks.items():
-        experts.attach(module, name, make, how)
+        experts.attach(module, name, partial(expert, **how), recipe.experts)
         experts_check.refuse_other(module, name)
     experts_check.refuse_parts(stacks, wanted)
-    return [*stacks]
+    if first or not stacks:
+        replaced(model, first, partial(linear, **how), block, {*names} - {*first})

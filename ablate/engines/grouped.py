@@ -102,14 +102,10 @@ def forward(
     if cast is None or held is None:
         return None
     (left, amax), (right, of_weights) = cast, held
-    y = torch.empty(len(rows), high, dtype=torch.bfloat16)
-    factors = _factors(amax, of_weights, quants["fprop.x"], quants["fprop.w"]).tolist()
     _observe(layers, "fprop.x", amax, used)
     _observe(layers, "fprop.w", of_weights, used)
     values = right.view(w.shape)
-    for number, ((begin, end), (start, _)) in enumerate(zip(_spans(counts), _spans(counts, 16), strict=True)):
-        if begin < end:
-            _multiply(left[start : start + end - begin], values[number].t(), factors[number], y[begin:end])
+    y = _by_expert(left, values.mT, _factors(amax, of_weights, quants["fprop.x"], quants["fprop.w"]), counts)
     square = quants["fprop.w"].block == "16x16"
     return y.to(rows.dtype), Kept(x, values if square else w, of_weights)
 
@@ -129,7 +125,7 @@ def backward(
     its result [rows, out].
     """
     quants = dict(products.quantised())
-    spans, places = list(_spans(counts)), list(_spans(counts, 16))
+    places = list(_spans(counts, 16))
     g = _padded(dy, counts)
     experts, high, wide = kept.weights.shape
     dx = dw = None
@@ -148,11 +144,7 @@ def backward(
                 return None
             right, of_weights = held[0].view(right.shape), held[1]
         seen += ("dgrad.g", amax), ("dgrad.w", of_weights)
-        dx = torch.empty(len(dy), wide, dtype=torch.bfloat16)
-        factors = _factors(amax, of_weights, quants["dgrad.g"], quants["dgrad.w"]).tolist()
-        for number, ((begin, end), (start, _)) in enumerate(zip(spans, places, strict=True)):
-            if begin < end:
-                _multiply(left[start : start + end - begin], right[number], factors[number], dx[begin:end])
+        dx = _by_expert(left, right, _factors(amax, of_weights, quants["dgrad.g"], quants["dgrad.w"]), counts)
     if needs[1]:
         turn = products.wgrad.hadamard
         word = None if turn is None else cuda.sign_word(signs(turn, torch.device("cpu")))
@@ -233,6 +225,16 @@ def _factors(amax: Tensor, other: Tensor, first: Quant, second: Quant) -> Tensor
     divisor = Operand(one, first, one).divisor * Operand(one, second, one).divisor
     numerator = amax * other
     return numerator / torch.full_like(numerator, divisor)
+
+
+def _by_expert(left: Tensor, right: Tensor, factors: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the products of each expert's padded rows and its matrix of `right` [experts, in, out], bf16."""
+    y = torch.empty(sum(counts), right.shape[2], dtype=torch.bfloat16)
+    spans = zip(_spans(counts), _spans(counts, 16), right, factors.tolist(), strict=True)
+    for (begin, end), (start, _), matrix, factor in spans:
+        if begin < end:
+            _multiply(left[start : start + end - begin], matrix, factor, y[begin:end])
+    return y
 
 
 def _multiply(left: Tensor, right: Tensor, factor: float, y: Tensor) -> None:

@@ -51,12 +51,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ablate.engines.emulated import Engine, attached
+from ablate.engines.emulated import Engine, replace_layers
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
-from ablate.engines.products import DTYPES
-from ablate.engines.selection import quantisable, replaced
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, split_product
@@ -195,12 +193,15 @@ def _column(factor: Tensor, part: Encoded) -> Tensor:
     return column
 
 
-class ScaledProducts(EmulatedLinear):
-    """A layer whose products are multiplied by tensor cores where its operands fit."""
+class ScaledLinear(EmulatedLinear):
+    """A layer whose products are multiplied by tensor cores where its operands fit. The arguments are those
+    of `EmulatedLinear`, then `native`, the functions that multiply."""
 
     emulates = False
-    native: Native
-    """The functions that multiply."""
+
+    def __init__(self, *place: Any, native: Native, **how: Any) -> None:
+        super().__init__(*place, **how)
+        self.native = native
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`. The first
@@ -237,22 +238,8 @@ class ScaledProducts(EmulatedLinear):
         )
 
 
-class ScaledLinear(ScaledProducts):
-    """A linear layer of the engine, which `native` multiplies."""
-
-    def __init__(
-        self, linear: nn.Module, name: str, clock: Clock, dtype: torch.dtype, native: Native
-    ) -> None:
-        super().__init__(linear, name, clock, dtype)
-        self.native = native
-
-
-class ScaledExpert(ScaledProducts, EmulatedExpert):
+class ScaledExpert(ScaledLinear, EmulatedExpert):
     """One matrix of one expert. The arguments are those of `EmulatedExpert`, then `native`."""
-
-    def __init__(self, *place: Any, native: Native, **how: Any) -> None:
-        EmulatedExpert.__init__(self, *place, **how)
-        self.native = native
 
 
 def convert(
@@ -278,10 +265,8 @@ def convert(
     )
     if reason:
         raise ValueError(f"engine {engine_name(native.backend)}: {reason}")
-    dtype, first = DTYPES[recipe.dtype], quantisable(model)
-    make = partial(ScaledExpert, clock=clock, dtype=dtype, native=native)
-    if not attached(model, recipe.experts, make) or first:
-        replaced(model, first, lambda linear, name: ScaledLinear(linear, name, clock, dtype, native))
+    linear, expert = (partial(kind, native=native) for kind in (ScaledLinear, ScaledExpert))
+    replace_layers(model, recipe, clock, linear, expert)
     return Engine(model, recipe, clock)
 
 

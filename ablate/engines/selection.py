@@ -58,7 +58,7 @@ def replaced(
     if unknown := [
         listed for listed in _unknown_lists(model, block) if not any(n.startswith(listed) for n in first)
     ]:
-        warnings.warn(f"not quantised: {_nearest(unknown)}", stacklevel=3)
+        warnings.warn(f"not quantised: {_nearest(unknown)}", stacklevel=4)
     names = all_names(model, is_linear)
     for name in first:
         layer = make(model.get_submodule(name), name)

@@ -17,12 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.emulated import Engine, attached
+from ablate.engines.emulated import Engine, replace_layers
 from ablate.engines.emulated_layer import EmulatedLinear, NotInForce
 from ablate.engines.expert_layers import EmulatedExpert, Group
 from ablate.engines.hardware import refusal, stray_switch, this_machine
-from ablate.engines.products import DTYPES
-from ablate.engines.selection import quantisable, replaced
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
@@ -330,11 +328,9 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
         raise ValueError(
             f"engine transformer_engine: {stray} is set and changes numbers whatever the recipe is; unset it"
         )
-    draws, dtype = Draws(clock), DTYPES[recipe.dtype]
-    make = partial(NativeExpert, clock=clock, dtype=dtype, draws=draws)
-    stacks = attached(model, recipe.experts, make)
-    if (layers := quantisable(model)) or not stacks:
-        replaced(model, layers, lambda linear, name: NativeLinear(linear, name, clock, dtype, draws))
+    draws = Draws(clock)
+    linear, expert = (partial(kind, draws=draws) for kind in (NativeLinear, NativeExpert))
+    replace_layers(model, recipe, clock, linear, expert)
     engine = NativeEngine(model, recipe, clock)
     for name, layer in {} if recipe.plain else engine.layers.items():
         if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
@@ -342,7 +338,7 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
                 f"{name}: {layer.in_features} to {layer.out_features} features,"
                 f" and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated"
             )
-    if stacks and (reason := all_of(expert_refusals(recipe, engine.placed))):
+    if engine.experts and (reason := all_of(expert_refusals(recipe, engine.placed))):
         raise ValueError(f"engine transformer_engine: {reason}; or use engine: scaled_mm or emulated")
     return engine
 

@@ -205,13 +205,13 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call
     import torch
 
     from ablate.engines.products import DTYPES
-    from ablate.engines.scaled_mm import ScaledProducts
+    from ablate.engines.scaled_mm import ScaledLinear
 
     products = layer.products
     forward, rows, columns = products.fprop, products.dgrad, products.wgrad
 
     def encode(a: "list[Operand]", b: "list[Operand]", out: str) -> None:
-        if isinstance(layer, ScaledProducts) and (family := layer.family_of(a, b, DTYPES[out])):
+        if isinstance(layer, ScaledLinear) and (family := layer.family_of(a, b, DTYPES[out])):
             layer.encoded(a[0], b[0], family)
 
     @torch.no_grad()

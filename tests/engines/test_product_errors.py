@@ -1,6 +1,7 @@
 """Errors of measured products against those that the recipe gives: other engines' layers, right and broken."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -38,11 +39,11 @@ class Foreign(EmulatedLinear):
     emulates = False
 
 
-def measured(kind, preset: str, *more, micro_batch: int = 0) -> dict[str, float]:
+def measured(kind, preset: str, micro_batch: int = 0) -> dict[str, float]:
     """Metrics of one pass of a layer, x with outliers."""
     linear = nn.Linear(128, 96, bias=True)
     linear.weight.data = drawn(96, 128, seed=0) * 0.1
-    layer = kind(linear, NAME, Clock(5, step=3, micro_batch=micro_batch), torch.bfloat16, *more)
+    layer = kind(linear, NAME, Clock(5, step=3, micro_batch=micro_batch), torch.bfloat16)
     layer.products, layer.context.probe = PRESETS[preset]().products, SlotErrors()
     run(layer, drawn(256, 128, seed=1, outliers=True), drawn(256, 96, seed=2))
     return layer.context.probe.metrics()
@@ -173,14 +174,14 @@ def test_expected_products_leave_the_layer_as_it_is():
 
 @pytest.mark.parametrize("preset", ["nvfp4", "mxfp4"])
 def test_right_tensor_cores_raise_no_alarm(preset):
-    metrics = measured(ScaledLinear, preset, Native("cublaslt", TensorCores().scaled_mm))
+    metrics = measured(partial(ScaledLinear, native=Native("cublaslt", TensorCores().scaled_mm)), preset)
     assert len(of_products(metrics)) == 3
     assert not [alert for alert in alerts(metrics, ALARMS) if alert.name.family == "gemm"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_alarm_names_layer_and_product_of_broken_tensor_cores(fault):
-    metrics = measured(ScaledLinear, "nvfp4", Native("cublaslt", Broken(fault).scaled_mm))
+    metrics = measured(partial(ScaledLinear, native=Native("cublaslt", Broken(fault).scaled_mm)), "nvfp4")
     named = {
         (alert.name.layer, alert.name.slot)
         for alert in alerts(metrics, ALARMS)

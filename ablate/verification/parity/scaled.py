@@ -133,8 +133,8 @@ class ScaledRun(ParityRun):
 class Recorded(ScaledLinear):
     """A layer that computes each native product a second time as the emulator does, and keeps both."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *place: Any, native: Native) -> None:
+        super().__init__(*place, native=native)
         self.seen: list[tuple[Operand, Operand, Family, torch.dtype, Tensor, Tensor]] = []
 
     def native_product(self, a: Operand, b: Operand, family: Family, out: torch.dtype) -> Tensor:
@@ -161,7 +161,7 @@ def recipes(bench: Bench, family: str) -> Iterator[tuple[str, Products]]:
 def _layer(native: Native, sample: Sample, products: Products) -> Recorded:
     linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(sample.w.float())
-    layer = Recorded(linear, "blocks.0.a", Clock(0), torch.bfloat16, native)
+    layer = Recorded(linear, "blocks.0.a", Clock(0), torch.bfloat16, native=native)
     layer.products = products
     return layer
 
