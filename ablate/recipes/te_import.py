@@ -3,9 +3,9 @@
 The problem. Whoever trains with Transformer Engine (TE) has a recipe already, as an object of one of its
 classes. Written again by hand, one default that differs would ask another question.
 
-The idea. Read the object's options, take the copies of tensors that its class makes by them, and translate
-the recipe of these copies back (te_mapping.py): what TE would then be given must have the options of the
-object. So an option that this file does not know cannot be lost in silence.
+The idea. Read the object's options, take the products that its class computes by them (te_mapping.py), and
+translate these back: what TE would then be given must have the options of the object. So an option that this
+file does not know cannot be lost in silence.
 
     recipe_of(NVFP4BlockScaling(disable_rht=True))     the preset nvfp4 without wgrad's rotation
 
@@ -22,7 +22,6 @@ from ablate.recipes.te_mapping import (
     OVERRIDES,
     SCOPES,
     Builtin,
-    copies_of,
     products_of,
     te_recipe,
 )
@@ -93,7 +92,7 @@ def recipe_of(te: TERecipe) -> Recipe:
         raise ValueError(f"fp8_format {values['fp8_format']}: {' or '.join(FORMATS)}")
     if (override := values["backward_override"]) not in OVERRIDES:
         raise ValueError(f"{name}.backward_override {override}: None, high_precision or dequantized")
-    recipe = Recipe.of(products_of(copies_of(name, values)))
+    recipe = Recipe.of(products_of(name, values))
     _check(recipe, values, name)
     return recipe
 

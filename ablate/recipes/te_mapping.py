@@ -31,7 +31,7 @@ The facts are those of Transformer Engine 2.20.2. This file imports neither torc
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Literal
@@ -126,51 +126,31 @@ def te_recipe(products: Products) -> Description:
         raise ValueError(reasons)
     if products.plain:
         return None
-    custom = _custom(products)
-    return _builtins().get(custom, custom)
+    return _builtins().get(_read(canonical(products))) or _custom(products)
 
 
-def products_of(custom: Custom) -> Products:
-    """Return the products that TE's quantisers compute: the inverse of `te_recipe`."""
-    x, w, g = custom.input, custom.weight, custom.grad_output
-    (x_row, x_column), (w_row, w_column), (g_row, g_column) = (
-        (_quant(copies.row, False), _quant(copies.column, copies.requantised)) for copies in (x, w, g)
-    )
-    signs = "fixed" if x.column.signs and g.column.signs else "none"
-    rotation = Hadamard(signs=signs) if x.column.rotated or g.column.rotated else None
-    again = x.requantised and x_column is None
-    return Products(
-        fprop=Fprop(x=x_row, w=w_row),
-        dgrad=Dgrad(g=g_row, w=w_column, dequantised=w.requantised and w_column is None),
-        wgrad=Wgrad(g=g_column, x=x_column, hadamard=rotation, dequantised=again),
-    )
-
-
-def _quant(copy: CopyFormat, requantised: bool) -> Quant | None:
-    """Return the quantiser of one copy; None for high precision."""
-    source: Literal["original", "forward_bf16"] = "forward_bf16" if requantised else "original"
-    match copy.family:
-        case "high":
-            return None
-        case "nvfp4":
-            return Quant(
-                block="16x16" if copy.square else "1x16",
-                outer=Outer(granularity="row" if copy.rows else "tensor", bound=float(copy.bound)),
-                rounding="stochastic" if copy.stochastic else "nearest",
-                select=Select(among="scales", criterion=copy.chosen.lower()) if copy.chosen else None,
-                source=source,
-            )
-        case "mxfp8":
-            return Quant(
-                element=copy.element,
-                block="32x32" if copy.square else "1x32",
-                scale=BlockScale(format="e8m0", rounding="ceil"),
-                outer=None,
-                source=source,
-            )
-    statistic = f"delayed:{copy.history}" if copy.family == "fp8_delayed" else "amax"
-    outer = Outer(bound=1.0, statistic=statistic)
-    return Quant(element=copy.element, block=None, scale=None, outer=outer, source=source)
+def _read(products: Products) -> Products:
+    """Return products with those fields of theirs alone that this file reads."""
+    changed: dict[str, object] = {
+        "wgrad.hadamard": (turn := products.wgrad.hadamard) and Hadamard(size=turn.size, signs=turn.signs),
+        "dgrad.dequantised": products.dgrad.dequantised,
+        "wgrad.dequantised": products.wgrad.dequantised,
+    }
+    for slot, quant in products.quantised():
+        scale, select = quant.scale, quant.select
+        if outer := quant.outer:
+            outer = Outer(granularity=outer.granularity, statistic=outer.statistic, bound=outer.bound)
+        changed[slot] = Quant(
+            element=quant.element,
+            block=quant.block,
+            scale=scale and BlockScale(format=scale.format, rounding=scale.rounding),
+            outer=outer,
+            rounding=quant.rounding,
+            bits=quant.bits,
+            select=select and Select(among=select.among, criterion=select.criterion),
+            source=quant.source,
+        )
+    return Products().changed(changed)
 
 
 def _custom(products: Products) -> Custom:
@@ -184,7 +164,7 @@ def _custom(products: Products) -> Custom:
 
 
 def canonical(products: Products) -> Products:
-    """Return the products as `products_of` writes them: a forward copy that is exact in bf16
+    """Return the products as `products_of` has them: a forward copy that is exact in bf16
     is taken in bf16, which changes no bit.
     """
     for slot, forward in FORWARD_COPY.items():
@@ -226,14 +206,14 @@ def variants(recipe: Recipe) -> Iterator[Products]:
 def refusals(products: Products) -> Iterator[str]:
     """Yield every reason why TE cannot compute these products, each beginning with the field's path.
 
-    If there is none, the quantisers that TE would be given are translated back, and every field that does not
-    return is a reason: one that this file does not know is never dropped.
+    If there is none, every field that this file does not read is a reason, unless it has its default: one
+    that it does not know is never dropped.
     """
     if named := [*_named_refusals(products)]:
         yield from named
         return
-    made, unused = products_of(_custom(products)), ("gemm", "dw") if products.plain else ()
-    for path, value, _ in changes(as_data(canonical(products)), as_data(made)):
+    ours, unused = canonical(products), ("gemm", "dw") if products.plain else ()
+    for path, value, _ in changes(as_data(ours), as_data(_read(ours))):
         if path.rpartition(".")[2] not in unused:  # TE does not compute a layer that quantises nothing
             yield f"{path} {as_word(value)}: {_TE} has nothing that this is translated to"
 
@@ -462,53 +442,56 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str | bool | None, ...]]] = {
 """Options of TE's classes, with the values that are written. The first is written if it decides nothing."""
 
 
-def copies_of(name: str, options: Mapping[str, object]) -> Custom:
-    """Return the copies that one of TE's classes makes by all its options in OPTIONS, whose values may be
-    others, and DelayedScaling by `fp8_format` and `history`, the number of steps.
+def products_of(name: str, options: Mapping[str, object]) -> Products:
+    """Return the products that one of TE's classes computes by all its options in OPTIONS, whose values may
+    be others, and DelayedScaling by `fp8_format` and `history`, the number of steps.
     """
     fp4 = name == "NVFP4BlockScaling"
-    kinds: Mapping[str, Family] = {"MXFP8BlockScaling": "mxfp8", "DelayedScaling": "fp8_delayed"}
 
-    def format_of(tensor: str) -> CopyFormat:
-        if not fp4:
-            square = tensor == "weight" and bool(options.get("enable_2d_quantization"))
-            element = FORMATS[str(options["fp8_format"])] if tensor == "grad_output" else "e4m3"
-            history = int(str(options.get("history", 0)))
-            return CopyFormat(kinds.get(name, "fp8"), element, square=square, history=history)
-        chosen = tensor in SCOPES[str(options["nvfp4_4over6"])]
-        return CopyFormat(
-            "nvfp4",
-            "e2m1",
-            square=tensor == "weight" and not options["disable_2d_quantization"],
-            stochastic=tensor == "grad_output" and not options["disable_stochastic_rounding"],
-            chosen=str(options["nvfp4_4over6_err_mode"]) if chosen else "",
-            bound=256 if chosen and tensor in SCOPES[str(options["nvfp4_4over6_e4m3_use_256"])] else 448,
-        )
+    def quant(tensor: str) -> Quant:
+        weight, gradient = tensor == "weight", tensor == "grad_output"
+        if fp4:
+            chosen = tensor in SCOPES[str(options["nvfp4_4over6"])]
+            low = chosen and tensor in SCOPES[str(options["nvfp4_4over6_e4m3_use_256"])]
+            stochastic = gradient and not options["disable_stochastic_rounding"]
+            criterion = str(options["nvfp4_4over6_err_mode"]).lower()
+            return Quant(
+                block="16x16" if weight and not options["disable_2d_quantization"] else "1x16",
+                outer=Outer(bound=256.0 if low else 448.0),
+                rounding="stochastic" if stochastic else "nearest",
+                select=Select(among="scales", criterion=criterion) if chosen else None,
+            )
+        element = FORMATS[str(options["fp8_format"])] if gradient else "e4m3"
+        if name == "MXFP8BlockScaling":
+            block = "32x32" if weight and options.get("enable_2d_quantization") else "1x32"
+            scale = BlockScale(format="e8m0", rounding="ceil")
+            return Quant(element=element, block=block, scale=scale, outer=None)
+        statistic = f"delayed:{options['history']}" if name == "DelayedScaling" else "amax"
+        return Quant(element=element, block=None, scale=None, outer=Outer(bound=1.0, statistic=statistic))
 
-    def both(tensor: str) -> Copies:
-        copy, override = format_of(tensor), options["backward_override"]
-        row = replace(copy, rows=fp4 and tensor == "input" and bool(options["row_scaled_activation"]))
-        if override is None:
-            rotated = fp4 and tensor != "weight" and not options["disable_rht"]
-            return Copies(row, replace(copy, rotated=rotated))
-        forward = tensor != "grad_output"
-        return Copies(row if forward else CopyFormat(), CopyFormat(), forward and override == "dequantized")
-
-    return Custom(**{tensor: both(tensor) for tensor in TENSORS})
+    x, w, g = map(quant, TENSORS)
+    rows = x.changed({"outer.granularity": "row"}) if fp4 and options["row_scaled_activation"] else x
+    if (override := options["backward_override"]) is not None:
+        again = override == "dequantized"
+        dgrad, wgrad = Dgrad(dequantised=again), Wgrad(dequantised=again)
+    else:
+        rotation = Hadamard() if fp4 and not options["disable_rht"] else None
+        dgrad, wgrad = Dgrad(g=g, w=w), Wgrad(g=g, x=x, hadamard=rotation)
+    return Products(fprop=Fprop(x=rows, w=w), dgrad=dgrad, wgrad=wgrad)
 
 
 @cache
-def _builtins() -> Mapping[Custom, Builtin]:
-    """Return `copies_of`, inverted: the class that makes given copies.
+def _builtins() -> Mapping[Products, Builtin]:
+    """Return `products_of`, inverted: the class that computes given products.
 
     TE scales activations by rows in a forward pass alone, and without Four Over Six. DelayedScaling is left
     out: it advances its histories with each autocast region, not once a step.
     """
-    found: dict[Custom, Builtin] = {}
+    found: dict[Products, Builtin] = {}
     for name, values in OPTIONS.items():
         for chosen in product(*values.values()):
             options = dict(zip(values, chosen, strict=True))
             alone = options.get("backward_override") and options.get("nvfp4_4over6") == "none"
             if alone or not options.get("row_scaled_activation"):
-                found.setdefault(copies_of(name, options), Builtin(name, tuple(options.items())))
+                found.setdefault(products_of(name, options), Builtin(name, tuple(options.items())))
     return found

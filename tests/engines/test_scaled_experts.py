@@ -11,9 +11,9 @@ from support.tensor_cores import FAULTS, Broken, TensorCores, exact_product
 from torch import Tensor
 
 from ablate.engines import emulated
-from ablate.engines.emulated import Engine, attached
+from ablate.engines.emulated import Engine, replace_layers
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import EmulatedExpert
-from ablate.engines.products import DTYPES
 from ablate.engines.scaled_mm import Native, ScaledExpert, convert
 from ablate.numerics.encoded import COLUMNS, ROWS
 from ablate.numerics.philox import Clock
@@ -70,7 +70,7 @@ def made(
 ) -> tuple[Model, Engine]:
     """Return a model of these layers, and its engine."""
     model, clock = Model(**layout), Clock(seed=11)
-    attached(model, recipe.experts, partial(expert, clock=clock, dtype=DTYPES[recipe.dtype]))
+    replace_layers(model, recipe, clock, EmulatedLinear, expert)
     driver = engine(model, recipe, clock)
     driver.at(0, Run(10))
     return model, driver
