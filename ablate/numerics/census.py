@@ -79,19 +79,13 @@ def compiled(operand: Operand) -> Census:
     rows, columns = quant.tile
     return Census(
         elements=source.numel(),
-        power=sums["power"],
-        error=sums["error"],
-        inner=sums["inner"],
-        quantised_power=sums["quantised_power"],
-        fourth=sums["fourth"],
         mean_power=means.square().sum().item() * source.shape[0],
-        zeros=counts["zeros"],
-        saturated=counts["saturated"],
-        clipped=counts["clipped"],
         blocks=blocks,
         block_scaled=blocks * scales.view(blocks.shape),
         block_power=block_power,
         block_elements=rows * columns,
+        **sums,
+        **counts,
         **parts_of_error(operand),
     )
 

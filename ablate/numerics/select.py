@@ -1,7 +1,7 @@
 """Choice of the best of several quantisations of each block: Four Over Six, IF4, or a search over scales."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ _SEARCH = 8
 """Scale codes tried on either side of the first one."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One way to quantise every block: its scale, its scaled elements, and the grid values they round to."""
 
     block_scale: Tensor
@@ -44,12 +43,7 @@ def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, qu
         other_error = block_error(other, tiles, amax, quant)
         better = other_error < error
         error = torch.where(better, other_error, error)
-        pairs = (
-            (best.block_scale, other.block_scale),
-            (best.scaled, other.scaled),
-            (best.codes, other.codes),
-        )
-        best = Candidate(*(torch.where(better, new, old) for old, new in pairs))
+        best = Candidate(*(torch.where(better, new, old) for old, new in zip(best, other, strict=True)))
     return best
 
 

@@ -122,26 +122,24 @@ def _listed(words: Collection[str], between: str = "or") -> str:
     return f"{', '.join(others)} {between} {last}" if others else last
 
 
-def own_words(spec: Spec, path: str = "") -> Iterator[tuple[str, Own]]:
+def own_words(spec: Spec) -> Iterator[tuple[str, Own]]:
     """Yield the path and the word of every function of the user's in a description, at every depth."""
-    for name in type(spec).model_fields:
-        value = getattr(spec, name)
-        for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, Own):
-                yield f"{path}{name}", part
-            elif isinstance(part, Spec):
-                yield from own_words(part, f"{path}{name}.")
+    yield from ((path, part) for path, part in _parts(spec) if isinstance(part, Own))
 
 
 def quants(spec: Spec) -> "Iterator[Quant]":
     """Yield every quantiser in a description, at every depth."""
+    yield from (part for _, part in _parts(spec) if isinstance(part, Quant))
+
+
+def _parts(spec: Spec, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the path and the value of every field, and of the items of tuples, at every depth."""
     for name in type(spec).model_fields:
         value = getattr(spec, name)
         for part in value if isinstance(value, tuple) else (value,):
-            if isinstance(part, Quant):
-                yield part
-            elif isinstance(part, Spec):
-                yield from quants(part)
+            yield f"{path}{name}", part
+            if isinstance(part, Spec):
+                yield from _parts(part, f"{path}{name}.")
 
 
 def rounding_of(word: str) -> Rounding:
