@@ -70,7 +70,9 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[str, ...]
     named = (block_name(f"{name}.") for name in holders if not is_linear(model.get_submodule(name)))
     if blocks := tuple(dict.fromkeys(filter(None, named))):
         return blocks
-    return _outermost(_listed(model)) or _outermost(_siblings(model))
+    parents = model.named_modules(remove_duplicate=False)
+    siblings = (child for name, parent in parents for child in _alike(_holders(parent, name)))
+    return _outermost(_listed(model)) or _outermost(siblings)
 
 
 def block_finder(blocks: Collection[str]) -> BlockOf:
@@ -215,12 +217,6 @@ def _listed(model: nn.Module) -> Iterator[str]:
         children = _holders(parent, name)
         if isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and _alike(children)):
             yield from children
-
-
-def _siblings(model: nn.Module) -> Iterator[str]:
-    """Yield the children of one class of each module that has several such children."""
-    for name, parent in model.named_modules(remove_duplicate=False):
-        yield from _alike(_holders(parent, name))
 
 
 def _alike(children: dict[str, nn.Module]) -> list[str]:

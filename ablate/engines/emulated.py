@@ -100,7 +100,9 @@ class Engine:
             model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every), block
         )
         """Every name of every layer, in the model's order, with its block and the classes that contain it."""
-        self._refuse_idle_rules()
+        for number, rule in enumerate(recipe.layers.rules):  # the recipe would silently run without it
+            if self.placed and (reason := select(rule.match, self.placed).reason):
+                raise ValueError(f"layers.rules.{number}.match: {reason}")
         self._deciders = recipe.layers.deciders(self.placed)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
         made = self._made(recipe, self._deciders)
@@ -109,12 +111,6 @@ class Engine:
             self._in_force(made, name)  # raises now, instead of at the first step
             if not recipe.plain:
                 layer.products = UNSET
-
-    def _refuse_idle_rules(self) -> None:
-        """Raise ValueError for a rule that selects no layer: the recipe would silently run without it."""
-        for number, rule in enumerate(self.recipe.layers.rules):
-            if self.placed and (reason := select(rule.match, self.placed).reason):
-                raise ValueError(f"layers.rules.{number}.match: {reason}")
 
     def at(self, step: int, run: Run, *, counted: bool = True) -> Recipe:
         """Put the recipe of an optimizer step, from 0, in force, and return it with its phases applied. The

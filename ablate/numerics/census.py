@@ -1,6 +1,7 @@
 """Sums and counts over the elements and blocks of a quantised operand, in double precision, for telemetry."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ def compiled(operand: Operand) -> Census:
         1.0 / scale,
         1.0 / torch.tensor(operand.divisor, dtype=torch.float32),
     )
+    totals: dict[str, Any] = sums | counts | parts_of_error(operand)
     scales = element_scales(block_scale, scale)
     rows, columns = quant.tile
     return Census(
@@ -84,9 +86,7 @@ def compiled(operand: Operand) -> Census:
         block_scaled=blocks * scales.view(blocks.shape),
         block_power=block_power,
         block_elements=rows * columns,
-        **sums,
-        **counts,
-        **parts_of_error(operand),
+        **totals,
     )
 
 

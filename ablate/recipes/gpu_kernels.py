@@ -6,7 +6,6 @@ Torch-free: `ablate plan` prints the result. The kernels themselves ask the same
 from typing import NamedTuple
 
 from ablate.numerics.kernels import forms
-from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import Recipe
 from ablate.recipes.te_mapping import variants
 
@@ -27,11 +26,8 @@ def on_reference(recipe: Recipe) -> OnReference:
     slots: dict[str, bool] = {}
     for products in variants(recipe):
         for slot, quant in products.quantised():
-            moving = recipe.weights.q_ema is not None and slot.endswith(".w") and _takes_target(quant)
+            # Q-EMA decides the rounding of weights, which no kernel takes.
+            nearest = quant.rounding == "nearest" and not quant.from_forward
+            moving = recipe.weights.q_ema is not None and slot.endswith(".w") and nearest
             slots[slot] = slots.get(slot, False) or moving or not forms.on_gpu(quant.cast)
     return OnReference(tuple(slot for slot, reference in slots.items() if reference), len(slots))
-
-
-def _takes_target(quant: Quant) -> bool:
-    """Return True if Q-EMA decides the rounding, which no kernel takes."""
-    return quant.rounding == "nearest" and not quant.from_forward

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter
@@ -51,11 +52,20 @@ class Knob(Generic[Value]):
 
     type: Any
     """Type of the values, as pydantic takes it."""
-    values: str
-    """Values as tables show them."""
     example: Value
     help: str
     paths: Callable[[Value, Turn], Paths]
+    shown_as: str = ""
+    """Values as tables show them, of a type that is neither bool nor a list of words."""
+
+    @property
+    def values(self) -> str:
+        """Values as tables show them."""
+        if self.shown_as or self.type is bool:
+            return self.shown_as or "true, false"
+        optional = NoneType in get_args(self.type)
+        words = get_args(get_args(self.type)[0] if optional else self.type)
+        return ", ".join(map(str, words)) + ", or null" * optional
 
     def check(self, value: object) -> Value:
         """Return the value, checked strictly against the knob's type; pydantic.ValidationError if it is none
@@ -194,18 +204,6 @@ def _product(name: str) -> Callable[[str, Turn], Paths]:
     return paths
 
 
-def _choice(
-    words: Any, example: Value, text: str, paths: Callable[[Value, Turn], Paths], none: bool = False
-) -> Knob[Value]:
-    """Return a knob that takes the words of a Literal type; with `none` also null."""
-    shown = ", ".join(map(str, get_args(words)))
-    return (
-        Knob(words | None, f"{shown}, or null", example, text, paths)
-        if none
-        else Knob(words, shown, example, text, paths)
-    )
-
-
 def _type(model: type[Spec], field: str) -> Any:
     return model.model_fields[field].annotation
 
@@ -218,23 +216,19 @@ else:
 
 KNOBS: dict[str, Knob[Any]] = {
     "rht": Knob(
-        bool,
-        "true, false",
-        True,
-        "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.",
-        _rht,
+        bool, True, "Random Hadamard transform, 16 points with fixed signs, on both operands of wgrad.", _rht
     ),
-    "rht_size": _choice(
+    "rht_size": Knob(
         _type(Hadamard, "size"), 32, "Points of the Hadamard transform of wgrad.", _of_rht("size")
     ),
-    "rht_signs": _choice(
+    "rht_signs": Knob(
         _type(Hadamard, "signs"),
         "per_step",
         "Signs of the Hadamard transform of wgrad: Transformer Engine's, or drawn how often.",
         _of_rht("signs"),
     ),
-    "sr": Knob(bool, "true, false", True, "Stochastic rounding of both copies of the output gradient.", _sr),
-    "sr_bits": _choice(
+    "sr": Knob(bool, True, "Stochastic rounding of both copies of the output gradient.", _sr),
+    "sr_bits": Knob(
         _type(Quant, "bits"),
         24,
         "Random bits an element: 8 as Transformer Engine, 24 exact.",
@@ -242,13 +236,13 @@ KNOBS: dict[str, Knob[Any]] = {
     ),
     "sr_headroom": Knob(
         Annotated[float, Field(gt=0, le=4)],
-        "factor",
         1.0625,
         "Room above the block maximum of the gradients: 1 as Transformer Engine, "
         "17/16 leaves stochastic rounding unbiased.",
         _of_gradients("range.headroom"),
+        "factor",
     ),
-    "backward": _choice(
+    "backward": Knob(
         Literal["quantised", "bf16", "dequantised"],
         "dequantised",
         "Products of the backward pass: as the recipe has them, in bf16, or in bf16 on the forward pass's"
@@ -256,7 +250,7 @@ KNOBS: dict[str, Knob[Any]] = {
         _backward,
     ),
     **{
-        name: _choice(
+        name: Knob(
             Literal["fp4", "fp8", "bf16"],
             "fp8",
             f"Both operands of {name}: fp4 as the recipe has them (as nvfp4 if it has others); fp8 as preset"
@@ -267,63 +261,58 @@ KNOBS: dict[str, Knob[Any]] = {
         for name in DIRECTIONS["all"]
     },
     "weights_2d": Knob(
-        bool,
-        "true, false",
-        True,
-        "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.",
-        _weights_2d,
+        bool, True, "One scale for a 16x16 weight tile, so that w and w^T are the same numbers.", _weights_2d
     ),
-    "block": _choice(_Rows, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
+    "block": Knob(_Rows, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
     "element": Knob(
         _type(Quant, "element") | Annotated[str, Field(pattern=r":[A-Za-z_]\w*$")],
-        f"{', '.join(get_args(_type(Quant, 'element')))}, or FILE:NAME of your own",
         "int4",
         "Number format of every quantised operand.",
         _everywhere("element"),
+        f"{', '.join(get_args(_type(Quant, 'element')))}, or FILE:NAME of your own",
     ),
-    "scale_format": _choice(
+    "scale_format": Knob(
         _type(BlockScale, "format"),
         "ue5m3",
         "Number format of the block scales.",
         _everywhere("scale.format"),
     ),
-    "four_over_six": _choice(
-        _type(Select, "criterion"),
+    "four_over_six": Knob(
+        _type(Select, "criterion") | None,
         "mse",
         "Each block of x and w mapped to 6 or 4, whichever errs less by this criterion (bound 256); "
         "null: to 6 (bound 448).",
         _four_over_six,
-        none=True,
     ),
     "amax_percentile": Knob(
         Annotated[float, Field(gt=0, le=1)] | None,
-        "p in (0, 1], or null",
         0.999,
         "Tensor scale from the p-quantile of the magnitudes; null: from the largest.",
         _amax_percentile,
+        "p in (0, 1], or null",
     ),
     "weight_noise": Knob(
         Annotated[float, Field(gt=0, le=1)] | None,
-        "sigma, or null",
         0.01,
         "Standard deviation of noise on norms in training (QeRL): none in the first of 11 parts of the run,"
         " then this, which falls to a hundredth; null: none.",
         _weight_noise,
+        "sigma, or null",
     ),
     "cooldown": Knob(
         Annotated[float, Field(ge=0, le=1)],
-        "0 to 1",
         0.1,
         "Fraction of the run, at its end, in bf16. Never moves the learning rate.",
         _cooldown,
+        "0 to 1",
     ),
-    "cooldown_slots": _choice(
+    "cooldown_slots": Knob(
         _type(Phase, "slots"), "forward", "Which products the cooldown changes.", _cooldown_slots
     ),
     "skip_first": Knob(
-        _Count, "0, 1, 2, ...", 1, "Transformer blocks at the input kept in bf16.", _skip("first")
+        _Count, 1, "Transformer blocks at the input kept in bf16.", _skip("first"), "0, 1, 2, ..."
     ),
     "skip_last": Knob(
-        _Count, "0, 1, 2, ...", 1, "Transformer blocks at the output kept in bf16.", _skip("last")
+        _Count, 1, "Transformer blocks at the output kept in bf16.", _skip("last"), "0, 1, 2, ..."
     ),
 }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ablate.errors import nearest
 from ablate.recipes.presets import PRESETS
-from ablate.recipes.recipe import Fprop, Layers, Products, Recipe, Rule
+from ablate.recipes.recipe import Fprop, Products, Recipe, Rule
 
 WEIGHTS_ONLY = "_weights_only"
 BF16 = "bf16"
@@ -31,13 +31,7 @@ def reading(name: str) -> Recipe:
     products = _forward(recipe.products, name)
     if products.plain and all(rule.use is None or rule.use.plain for rule in rules):
         raise ValueError(f"{name!r}: its forward pass quantises nothing, as {BF16} does; leave it out")
-    return Recipe(
-        fprop=products.fprop,
-        layers=Layers(**{field: getattr(recipe.layers, field) for field in _COUNTS}, rules=rules),
-    )
-
-
-_COUNTS = tuple(field for field in Layers.model_fields if field != "rules")
+    return Recipe(fprop=products.fprop, layers=recipe.layers.changed(rules=rules))
 
 
 def _forward(products: Products, name: str) -> Products:
