@@ -6,12 +6,12 @@ E2M1, other block scales than E4M3, other outer scales than one amax for the ten
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ablate.numerics.partition import Partition
-from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, pad, quantize
 from ablate.numerics.spec import Hadamard, Quant
 
@@ -153,16 +153,7 @@ class Packed:
         return unpack(self.codes) * _over_elements(decode, self.quant, self.rows)
 
 
-def store_one(
-    x: Tensor,
-    quant: Quant,
-    *,
-    rotation: Hadamard | None = None,
-    clock: Clock | None = None,
-    where: int = 0,
-    product: int = 0,
-    partition: Partition | None = None,
-) -> Packed:
+def store_one(x: Tensor, quant: Quant, *, rotation: Hadamard | None = None, **how: Any) -> Packed:
     """Quantise one copy of a tensor; the arguments are those of `quantize`.
 
     The codes are those to which quantize rounded, also under a block scale of zero: Transformer Engine writes
@@ -171,9 +162,7 @@ def store_one(
     of `quantize`.
     """
     refuse(quant)
-    operand = quantize(
-        x, quant, rotation=rotation, clock=clock, where=where, product=product, partition=partition, keep=True
-    )
+    operand = quantize(x, quant, rotation=rotation, keep=True, **how)
     amax, largest, block_scale, codes = operand.amax, operand.largest, operand.block_scale, operand.codes
     assert amax is not None
     assert largest is not None
