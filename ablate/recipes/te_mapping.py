@@ -13,9 +13,9 @@ Many recipes that can be written here have no counterpart there. To run one of t
 give an answer to a question that nobody asked.
 
 The idea. `refusals` yields every field that TE does not have, with the nearest value that it has; nothing
-is rounded to something similar. Without a refusal, `te_recipe` describes the products as `Copies` of three
-tensors. If one of TE's own recipe classes makes just these copies, the description is that class and its
-arguments (`Builtin`); otherwise it is a quantiser for each tensor (`Custom`).
+is rounded to something similar. Without a refusal, `te_recipe` describes the products. If one of TE's own
+recipe classes computes just these, the description is that class and its arguments (`Builtin`); otherwise it
+is a quantiser for each copy of each tensor (`Custom`).
 
 A small example:
 
@@ -126,7 +126,15 @@ def te_recipe(products: Products) -> Description:
         raise ValueError(reasons)
     if products.plain:
         return None
-    return _builtins().get(_read(canonical(products))) or _custom(products)
+    if builtin := _builtins().get(_read(canonical(products))):
+        return builtin
+    copies = {}
+    for tensor, (row, column) in TENSORS.items():
+        quant = products.slot(column)
+        again = column in FORWARD_COPY and quant is not None and quant.from_forward
+        again = again or products.dequantised(column)
+        copies[tensor] = Copies(_format(products, row), _format(products, column), again)
+    return Custom(**copies)
 
 
 def _read(products: Products) -> Products:
@@ -151,16 +159,6 @@ def _read(products: Products) -> Products:
             source=quant.source,
         )
     return Products().changed(changed)
-
-
-def _custom(products: Products) -> Custom:
-    copies = {}
-    for tensor, (row, column) in TENSORS.items():
-        quant = products.slot(column)
-        again = column in FORWARD_COPY and quant is not None and quant.from_forward
-        again = again or products.dequantised(column)
-        copies[tensor] = Copies(_format(products, row), _format(products, column), again)
-    return Custom(**copies)
 
 
 def canonical(products: Products) -> Products:
