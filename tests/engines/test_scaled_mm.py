@@ -58,10 +58,10 @@ class Scaled(Kept, ScaledLinear):
 def pair(products: Products, shape: tuple[int, int, int], how: Native) -> tuple[Emulated, Scaled]:
     """An emulated and a scaled layer with one weight, at step 3."""
     layers = []
-    for kind, more in ((Emulated, ()), (Scaled, (how,))):
+    for kind, more in ((Emulated, {}), (Scaled, {"native": how})):
         linear = nn.Linear(shape[1], shape[2], bias=False)
         linear.weight.data = drawn(shape[2], shape[1], seed=0) * 0.1
-        layer = kind(linear, "blocks.0.linear", Clock(seed=5, step=3), torch.bfloat16, *more)
+        layer = kind(linear, "blocks.0.linear", Clock(seed=5, step=3), torch.bfloat16, **more)
         layer.products, layer.seen = products, []
         layers.append(layer)
     return layers[0], layers[1]
