@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor, nn
 
 
@@ -97,6 +98,26 @@ class Config(Keys):
     eval_every: int = Field(100, ge=1)
     eval_images: int = Field(256, ge=1)
     eval_batch: int = Field(16, ge=1)
+
+    @model_validator(mode="after")
+    def fits(self) -> "Config":
+        """Refuse what cannot be used with images of a known size; for others, `train` does once they are
+        read. `ablate plan` names the line of each key."""
+        if shape := SHAPES.get(self.images):
+            empty = np.empty((0, *shape))
+            wrong = [
+                InitErrorDetails(
+                    type=PydanticCustomError("misfit", why), loc=tuple(key.split(".")), input=None
+                )
+                for key, why in problems(self, ImageSet(empty, empty))
+            ]
+            if wrong:
+                raise ValidationError.from_exception_data("Config", wrong)
+        return self
+
+
+SHAPES = {"photos": (3, 32, 32), "digits": (1, 8, 8), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
+"""Channels, height and width of the images whose size is known before they are read."""
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -530,29 +551,29 @@ def blank_loss(config: Config, images: ImageSet) -> float:
     return math.fsum(losses) / len(losses)
 
 
-def problems(config: Config, images: ImageSet) -> Iterator[str]:
-    """Yield a sentence for each key that cannot be used with these images."""
+def problems(config: Config, images: ImageSet) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for each key that cannot be used with these images."""
     channels, height, width = images.train.shape[1:]
     for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         if stack.width % 4:
             why = "is no multiple of 4: sine and cosine of row and column make up a position"
-            yield f"{name}.width: {stack.width} {why}"
+            yield f"{name}.width", f"{stack.width} {why}"
         if stack.width % stack.heads:
-            yield f"{name}.heads: {stack.heads} does not divide width {stack.width}"
+            yield f"{name}.heads", f"{stack.heads} does not divide width {stack.width}"
     if height != width:
-        yield f"images: are {width}x{height} pixels; the model takes square ones"
+        yield "images", f"are {width}x{height} pixels; the model takes square ones"
     elif height % config.patch:
-        yield f"patch: {config.patch} does not divide the side of the images, {height}"
+        yield "patch", f"{config.patch} does not divide the side of the images, {height}"
     elif (visible := visible_of(config, images)) in (0, patches_of(config, images)):
         masked = f"masks {'none' if visible else 'all'} of {patches_of(config, images)} patches"
-        yield f"mask_ratio: {config.mask_ratio:g} {masked}; at least one must be masked, and one visible"
+        yield "mask_ratio", f"{config.mask_ratio:g} {masked}; at least one must be masked, and one visible"
     if config.norm_pix and config.patch**2 * channels == 1:
-        yield "norm_pix: a patch of one number has no deviation; take a larger patch"
+        yield "norm_pix", "a patch of one number has no deviation; take a larger patch"
     if config.augment.saturation and channels == 1:
-        yield "augment.saturation: has no effect on images in grey; leave it out"
+        yield "augment.saturation", "has no effect on images in grey; leave it out"
     if (padding := config.augment.crop_padding) > min(height, width):
         size = f"{width}x{height}: a window may miss all of one"
-        yield f"augment.crop_padding: {padding} is wider than the images, {size}"
+        yield "augment.crop_padding", f"{padding} is wider than the images, {size}"
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -719,8 +740,8 @@ def lr_at(config: Config, step: int, steps: int) -> float:
 def train(trial, config: Config) -> None:
     """Train the arm's model, record its losses, and save pictures."""
     images = open_images(config.images, trial.data, config.column, config.val_split)
-    for why in problems(config, images):
-        raise ValueError(why)
+    for key, why in problems(config, images):
+        raise ValueError(f"{key}: {why}")
     model = trial.convert(autoencoder(config, images, trial.seed)).to(trial.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]  # not the positions
     groups = [

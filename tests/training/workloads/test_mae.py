@@ -74,13 +74,33 @@ def test_as_many_patches_are_visible_as_the_ratio_leaves(patch, ratio, visible):
     ids=str,
 )
 def test_what_cannot_run_is_refused_with_its_reason(keys, said):
-    config = small(**keys)
-    reasons = list(problems(config, open_images("digits")))
-    assert [reason[: len(said)] for reason in reasons] == [said] * len(reasons)
-    assert bool(reasons) == bool(said)
+    """Where the images' size is known before they are read, by the plan."""
+    reasons = [f"{field}: {why}" for field, why in workload(**keys).problems()]
+    assert [reason[: len(said) + 7] for reason in reasons] == [f"config.{said}"] * bool(said)
     if said:
-        with pytest.raises(ValueError, match=said.partition(" ")[0]):
-            run(workload(**keys))
+        with pytest.raises(ValueError, match=said.partition(": ")[2][:12]):
+            small(**keys)
+
+
+def test_images_of_a_size_that_is_not_known_are_checked_once_they_are_read():
+    config = small(images="folder", patch=3)
+    assert [key for key, _ in problems(config, open_images("digits"))] == ["patch"]
+
+
+def test_a_plan_names_file_line_and_field_of_a_size_that_does_not_fit(tmp_path):
+    (tmp_path / "mae.py").write_bytes(FILE.read_bytes())
+    text = (FILE.parent / "mae_masking.yaml").read_text()
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(text.replace("{layers: 3, width: 64, heads: 2}", "{layers: 3, width: 64, heads: 5}"))
+    done = here("plan", bad)
+    line = 1 + next(number for number, each in enumerate(text.splitlines()) if "encoder:" in each)
+    assert done.returncode == 2
+    assert f"{bad}:{line}" in done.stderr
+    assert "workload.python.config.encoder.heads: 5: 5 does not divide width 64" in done.stderr
+    bad.write_text(text.replace("[0.5, 0.75]", "[0.5, 0.999]"))
+    done = here("plan", bad)
+    line = 1 + next(number for number, each in enumerate(text.splitlines()) if "mask_ratio: [" in each)
+    assert (done.returncode, f"{bad}:{line}" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, -0.5, 2.0])

@@ -411,6 +411,41 @@ def test_a_declared_class_checks_the_config_and_builds_it(code):
     ] * 4
 
 
+CHECKED = TYPED.replace(
+    "\ndef train",
+    """
+    def __post_init__(self):
+        print(self.width, file=open(__file__ + ".asked", "a"))
+        if self.width % 2:
+            raise ValueError(f"width {self.width} is odd")
+
+def train""",
+)
+
+
+def test_validators_of_a_declared_class_are_asked_by_the_plan_once_a_config(code, monkeypatch):
+    monkeypatch.setenv("ABLATE_CACHE", str(code / "cache"))
+    (code / "train.py").write_text(CHECKED)
+    one = "{python: {file: train.py, config: {width: 7}}}"
+    with pytest.raises(InputError, match=r"own.yaml:3:.*config: .*width 7 is odd"):
+        load(experiment(code, workload=one), device="cpu")
+    wide = experiment(code, ablate="{workload.config.width: [32, 33]}")
+    with pytest.raises(InputError, match="width 33 is odd"):
+        load(wide, device="cpu")
+    asked = (code / "train.py.asked").read_text()
+    assert {*asked.split()} == {"7", "32", "33"}
+    load(experiment(code), device="cpu")  # what was accepted is not asked again
+    assert (code / "train.py.asked").read_text() == asked
+
+
+def test_an_import_that_failed_is_tried_again(code):
+    (code / "train.py").write_text(f"import os\nassert os.path.exists({str(code / 'there')!r})\n{TYPED}")
+    with pytest.raises(InputError, match="cannot be imported: AssertionError"):
+        load(experiment(code), device="cpu")
+    (code / "there").touch()
+    load(experiment(code), device="cpu")
+
+
 # --- what the function may do -------------------------------------------------------------------------
 
 BODY = """
