@@ -43,21 +43,11 @@ class ModelState(TypedDict):
     """From `Engine.state`."""
 
 
-class MeterState(TypedDict):
-    """State of a `loop.Meter`: the steps of an interval so far."""
-
-    losses: list[float]
-    recent: list[float]
-    norms: list[float]
-    seconds: float
-    unmeasured: int
-    unmeasured_seconds: float
-
-
 class RunState(ModelState):
     """Content of a checkpoint: everything that the steps after `step` depend on."""
 
-    meter: MeterState
+    meter: dict[str, Any]
+    """State of a `loop.Meter`: the steps of an interval so far."""
     guard: GuardState
     spent: float
     """Seconds spent in steps so far."""

@@ -79,7 +79,7 @@ def _asked(code: Code, digest: str, question: object) -> dict[str, Any]:
     if before is None or before[0].poll() is not None:
         facts = {name: str(value) for name, value in vars(code).items()}
         call = f"from {answer.__module__} import answer; answer(**{facts!r})"
-        errors = TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        errors: IO[str] = TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         process = subprocess.Popen(
             [sys.executable, "-c", call],
             stdin=subprocess.PIPE,
@@ -89,7 +89,7 @@ def _asked(code: Code, digest: str, question: object) -> dict[str, Any]:
         )
         _processes[code, digest] = process, errors
         atexit.register(_ended, process, errors)
-    process, errors = _processes[code, digest]
+    process, written = _processes[code, digest]
     assert process.stdin
     assert process.stdout
     process.stdin.write(json.dumps(question) + "\n")
@@ -99,7 +99,7 @@ def _asked(code: Code, digest: str, question: object) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(line)
         return found
     silent = "it ended without a word" if in_time else f"it took more than {_SECONDS} s"
-    return {"error": (_ended(process, errors).splitlines() or [silent])[-1]}
+    return {"error": (_ended(process, written).splitlines() or [silent])[-1]}
 
 
 def _ended(process: subprocess.Popen[str], errors: IO[str]) -> str:

@@ -58,9 +58,8 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(
-            box, device=torch.device("cpu")
-        )  # by gloo, so that a whole model does not pass through a GPU
+        # By gloo, so that a whole model does not pass through a GPU.
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
 
     def sums(self, *numbers: float) -> list[float]:

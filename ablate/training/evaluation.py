@@ -28,7 +28,7 @@ from ablate.engines.emulated import Engine
 from ablate.recipes.recipe import Recipe
 from ablate.training.data.batches import Batch
 from ablate.training.distributed import RankPart
-from ablate.training.metric_names import LOSS, QUANTITIES, by_recipe, plain_metric
+from ablate.training.metric_names import QUANTITIES, by_recipe, plain_metric
 
 Evaluation = dict[str, list[float]]
 """Values of the validation batches by reading: `loss`, `loss_bf16`, `loss@nvfp4`, `kl@nvfp4`, ..."""
@@ -81,44 +81,36 @@ def _losses(run: PreparedRun, part: RankPart) -> list[float]:
     with run.engine.still_weights():
         for number in part.shares(len(run.validation)):
             run.engine.clock.begin(number)
-            losses.append(_loss(run, run.validation[number]))
+            losses.append((run.loss or run.model)(*run.validation[number]).item())
     return part.in_order(losses, len(run.validation))
-
-
-def _loss(run: PreparedRun, batch: Batch) -> float:
-    return (run.loss or run.model)(*batch).item()
 
 
 def by_other_recipes(run: PreparedRun, part: RankPart) -> Evaluation:
     """Return the values of all batches by the other recipes. Batch by batch, since the logits of one alone
     can take a gigabyte."""
     values: Evaluation = {}
+    assert run.logits, "readings are of models with logits"
     for number in part.shares(len(run.validation)):
         run.engine.clock.begin(number)
         batch = run.validation[number]
-        reference = None
-        if run.logits:
-            with run.engine.high_precision():
-                reference = run.logits(*batch).float().log_softmax(-1)
+        with run.engine.high_precision():
+            reference = run.logits(*batch).float().log_softmax(-1)
         for name, recipe in run.readings.items():
             run.engine.clock.begin(number)
             with run.engine.reading(recipe):
-                read = _against(run, batch, reference)
-            for quantity, value in read.items():
+                read = _against(run.logits(*batch), batch[-1].flatten(), reference)
+            for quantity, value in zip(QUANTITIES, read, strict=True):
                 values.setdefault(by_recipe(quantity, name), []).append(value)
     return {name: part.in_order(own, len(run.validation)) for name, own in values.items()}
 
 
-def _against(run: PreparedRun, batch: Batch, reference: Tensor | None) -> dict[str, float]:
-    """Return what the products in force measure on a batch, by quantity. The last of its tensors are the
-    tokens that the model predicts; `reference` is bf16's log-probabilities, fp32 [tokens, vocabulary]."""
-    if run.logits is None or reference is None:
-        return {LOSS: _loss(run, batch)}
-    targets = batch[-1].flatten()
-    log_q = run.logits(*batch).float().log_softmax(-1)
+def _against(logits: Tensor, targets: Tensor, reference: Tensor) -> tuple[float, float, float]:
+    """Return the `QUANTITIES` of logits [tokens, vocabulary], given the tokens that they predict and bf16's
+    log-probabilities, fp32 [tokens, vocabulary]."""
+    log_q = logits.float().log_softmax(-1)
     loss = F.nll_loss(log_q, targets).item()
     difference = log_q.sub_(reference)
     chosen = difference.gather(-1, targets[:, None])
     extreme = (chosen.abs() > _EXTREME).float().mean().item()
     divergence = (reference.exp() * (difference.expm1() - difference)).sum(-1).mean().item()
-    return dict(zip(QUANTITIES, (loss, divergence, extreme), strict=True))
+    return loss, divergence, extreme

@@ -280,7 +280,8 @@ class Finder(Probe):
 
     def norm(self) -> None:
         """Name the largest gradient, for a norm that is not finite although all gradients are."""
-        sizes = {n: float(_local(p.grad).abs().max()) for n, p in self.model.named_parameters() if _graded(p)}
+        gradients = ((name, p.grad) for name, p in self.model.named_parameters())
+        sizes = {n: float(_local(g).abs().max()) for n, g in gradients if g is not None and g.numel()}
         if self.found is None and sizes:
             name = max(sizes, key=lambda each: sizes[each])
             self.found = Origin(0, "norm", name, detail=f"{sizes[name]:.3g}")
@@ -308,10 +309,7 @@ class Finder(Probe):
         for tensor in tree_leaves(output):
             self.look("output" if name else "loss", name, tensor)
             if name and _floating(tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._back, name))
-
-    def _back(self, name: str, gradient: Tensor) -> None:
-        self.look("gradient", f"the output of {name}", gradient)
+                tensor.register_hook(partial(self.look, "gradient", f"the output of {name}"))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         self.look("gradient", name, parameter.grad)
@@ -358,10 +356,6 @@ def _overflowed(value: object) -> bool:
 
 def _floating(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point() and value.device.type != "meta"
-
-
-def _graded(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and parameter.grad.numel() > 0
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ checkpoint.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from statistics import fmean
 
@@ -19,7 +19,7 @@ from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import world
 from ablate.training.fork_design import Forks, Window, parts_of
 from ablate.training.hyperparameters import Training
-from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Twin
+from ablate.training.loop import Loop, PreparedRun, Record, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
 from ablate.training.trial_run import Telemetry, TrialRun
 
@@ -100,7 +100,8 @@ def train_forks(
         records = _train_trunk(prepared, config, missing, state, run, trunk)
         yield from (record for record in records if record.step > begun)
 
-    if forks.trunk and (missing := _missing(trunk, left)):
+    missing = [p for p in sorted({window.position for window in left}) if not trunk.has(p)]
+    if forks.trunk and missing:
         yield from to_positions(missing)
         if not trunk.has(missing[-1]):  # the guard stopped the trunk
             return
@@ -128,13 +129,8 @@ def train_forks(
             routes.replay(loop.run.engine, loop.run.model)
         state = own = origin = None  # as large as the model and its moments
         for step in range(first, loop.last):
-            counted = step + loop.counted
             if step > first:
-                wanted = ranks.broadcast(checkpoints.wanted(counted) if checkpoints else (False, False))
-                if any(wanted):
-                    left_state = loop.state(counted)
-                    if checkpoints:
-                        checkpoints.leave(counted, left_state | {"readings": readings}, wanted)
+                loop.leave(step + loop.counted, checkpoints, readings)
             record = loop.step(step)
             if record and not ENDINGS.isdisjoint(record.metrics):
                 yield record
@@ -143,7 +139,10 @@ def train_forks(
                 assert loop.evaluated is not None, "a window ends with an evaluation"
                 readings[window.key] = dict(loop.evaluated)
             if record:
-                record = record._replace(metrics=_without_levels(record.metrics, loop.evaluated))
+                # Levels are in the trial's last record alone.
+                levels = {*_TRAIN_LOSSES, *map(plain_metric, loop.evaluated or ())}
+                kept = {name: value for name, value in record.metrics.items() if name not in levels}
+                record = record._replace(metrics=kept)
             yield from filter(None, [_ended(record, window, readings, forks) if loop.over else record])
         del loop  # before the next window's is made: two models may not fit
 
@@ -168,11 +167,6 @@ def _recorded(
         if time.monotonic() - beat >= _BEAT_SECONDS:
             beat = time.monotonic()
             yield
-
-
-def _missing(trunk: Trunk, left: Sequence[Window]) -> list[int]:
-    """Return the positions of these windows whose states nobody has left, ascending."""
-    return [p for p in sorted({window.position for window in left}) if not trunk.has(p)]
 
 
 def _train_trunk(
@@ -236,9 +230,3 @@ def _ended(record: Record | None, window: Window, readings: Readings, forks: For
         if len(shares) > 1:
             parts |= {part_metric(number, name): value for number, value in enumerate(shares)}
     return record._replace(metrics=record.metrics | own | parts)
-
-
-def _without_levels(metrics: Mapping[str, float], evaluation: Evaluation | None) -> dict[str, float]:
-    """Return a window's metrics without those of levels, which only the trial's last record has."""
-    levels = {*_TRAIN_LOSSES, *map(plain_metric, evaluation or ())}
-    return {name: value for name, value in metrics.items() if name not in levels}

@@ -188,9 +188,8 @@ class Training(Spec):
     @model_validator(mode="after")
     def _steps_cover_the_budget(self) -> "Training":
         if self.token_budget is not None:
-            steps = -(
-                -self.token_budget // max(1, self.tokens_per_step)
-            )  # it is 0 for a shape that `problems` reports
+            # Tokens are 0 for a shape that `problems` reports.
+            steps = -(-self.token_budget // max(1, self.tokens_per_step))
             if steps > MOST_STEPS:
                 raise ValueError(
                     f"token_budget {self.token_budget} is {steps} steps; a run has at most {MOST_STEPS}"
@@ -233,11 +232,8 @@ class Training(Spec):
         schedule."""
         unused = [name for name, value in self.guard.fallback if value != getattr(Fallback(), name)]
         if unused and self.guard.policy != "fallback":
-            yield (
-                "guard.policy",
-                f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect; "
-                "use policy: fallback",
-            )
+            why = f"{self.guard.policy} never falls back, so fallback.{unused[0]} has no effect"
+            yield "guard.policy", f"{why}; use policy: fallback"
         if self.compile and (needed := recipe.products.backward_needs):
             yield "compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
         if self.compile and recipe.experts.replays:
@@ -268,9 +264,7 @@ class Training(Spec):
         lower = next((step for step in close if self.lr_at(step) < self.lr_at(step - 1)), None)
         if lower is not None or not far:
             return lower
-        level = self.lr_at(
-            far[0] - 1
-        )  # from here on the rate never rises, but it may stay equal for many steps
+        level = self.lr_at(far[0] - 1)  # now the rate never rises, but may stay equal for many steps
         index = bisect_left(far, True, key=lambda step: self.lr_at(step) < level)
         return far[index] if index < len(far) else None
 
@@ -287,9 +281,7 @@ class Training(Spec):
         if step < warm:
             return self.lr * (step + 1) / (warm + 1)
         start = self._decay_from()
-        if start is None:
-            return self.lr
-        if start >= self.steps:  # a decay too short for a step
+        if start is None or start >= self.steps:  # a decay too short for a step
             return self.lr
         progress = max(0.0, (step + 1 - start) / (self.steps - start))
         shape = (1 + math.cos(math.pi * progress)) / 2 if self.decay == "cosine" else 1 - progress

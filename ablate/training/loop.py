@@ -20,10 +20,10 @@ it raises no error.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from ablate.engines.routing import Recorder, recorded
 from ablate.engines.weight_noise import NormNoise
 from ablate.recipes.recipe import Recipe
 from ablate.training import cuda_arithmetic
-from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
+from ablate.training.checkpoints import Checkpoints, Readings, RunState, Standing
 from ablate.training.distributed import RankPart, clip, placed, world
 from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
 from ablate.training.first_nonfinite import Finder, Origin
@@ -117,17 +117,11 @@ class Meter:
         """True if the last step's loss and gradient norm were finite."""
         return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
 
-    def state(self) -> MeterState:
-        return {
-            "losses": self.losses,
-            "recent": self.recent,
-            "norms": self.norms,
-            "seconds": self.seconds,
-            "unmeasured": self.unmeasured,
-            "unmeasured_seconds": self.unmeasured_seconds,
-        }
+    def state(self) -> dict[str, Any]:
+        """Return all that was added, for a checkpoint."""
+        return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
 
-    def restore(self, state: MeterState) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
 
     def latest(self, step: int) -> dict[str, float]:
@@ -211,11 +205,7 @@ def train(
         loop.move_weights()
     for step in range(first, config.steps):
         if step > first:
-            wanted = ranks.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
-            if any(wanted):
-                state = loop.state(step)
-                if checkpoints:
-                    checkpoints.leave(step, state, wanted)
+            loop.leave(step, checkpoints)
         record = loop.step(step)
         if record:
             yield record
@@ -296,6 +286,17 @@ class Loop:
             for its in state["engine"]["layers"].values():
                 its["nonfinite"] = 0
         return self.standing.restore(state)
+
+    def leave(self, step: int, checkpoints: Checkpoints | None, readings: Readings | None = None) -> None:
+        """Write the checkpoints that are wanted after `step` steps, with the readings of a forked trial's
+        earlier windows. Collective."""
+        wanted = self.world.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
+        if any(wanted):
+            state = self.state(step)
+            if readings is not None:
+                state["readings"] = readings
+            if checkpoints:
+                checkpoints.leave(step, state, wanted)
 
     def move_weights(self) -> None:
         move_by_ulp(self.parameters, self.run.engine.clock.seed)

@@ -46,7 +46,7 @@ EVALUATED = "evaluated"
 """Family of the readings of parts of the validation data, `evaluated/<part>/loss`: means over positions at
 the longest window."""
 
-LOSS, KL, EXTREME = QUANTITIES = ("loss", "kl", "extreme")
+QUANTITIES = ("loss", "kl", "extreme")
 """Readings of an evaluation by another recipe: the mean loss; the divergence KL(bf16 || reading) of its
 distributions of the next token from those of bf16 on the same weights, nats a token; and the share of the
 data's tokens whose probability differs from bf16's by more than a factor of 2."""

@@ -89,10 +89,9 @@ def captured(
 ) -> Iterator[None]:
     """Give the operands of every step within this context, of all layers that an engine has converted.
 
-    Args:
-        take: called in the backward pass with the step and the operands of a layer, or of an expert that has
-            tokens. The weight may be the layer's own, which changes later.
-        begun: called with the step before the first product of each.
+    `take` is called in the backward pass with the step and the operands of a layer, or of an expert that has
+    tokens. The weight may be the layer's own, which changes later. `begun` is called with the step before the
+    first product of each.
     """
     contexts: dict[str, Context] = {}
     """Contexts of packed experts, by name of the layer."""
@@ -161,13 +160,8 @@ def collected(batches: list[Batch], most: int | None = None) -> Iterator[None]:
 
 
 def built_in(count: int, note: Callable[[str], None], seed: int = 0) -> Capture:
-    """Return operands of the built-in model on the batches after its training.
-
-    Args:
-        count: number of batches.
-        note: called with a line before a training, and with its progress.
-        seed: seed of weights and data.
-    """
+    """Return operands of the built-in model on `count` batches after its training. `note` is called with a
+    line before a training, and with its progress; `seed` is that of weights and data."""
     run = BUILT_IN.prepare(bf16(), seed, "cpu")
     key = key_of("ranked", _VERSION, BUILT_IN.identity(), BUILT_IN.fingerprint(), seed, torch.__version__)
 
@@ -191,13 +185,10 @@ def of_model(source: str, count: int, seed: int = 0) -> Capture:
     """Return a stream of operands of a model of transformers, without training.
 
     Its saved weights are mapped from their files, activations are recomputed block by block, and operands are
-    given as the backward pass makes them: of what grows with the model, little is kept in memory.
-
-    Args:
-        source: folder with config.json, weights and perhaps tokenizer.json; one without weights, or a
-            config.json alone, whose weights are drawn from the seed; or a name on the hub.
-        count: number of batches.
-        seed: seed of the batches, and of weights that are drawn.
+    given as the backward pass makes them: of what grows with the model, little is kept in memory. `source` is
+    a folder with config.json, weights and perhaps tokenizer.json; one without weights, or a config.json
+    alone, whose weights are drawn from the seed; or a name on the hub. `seed` is that of the `count` batches,
+    too.
     """
     from ablate.training.models.causal import frozen, loss
 
@@ -241,16 +232,9 @@ def _text(folder: Path) -> TextSource:
 
 
 def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Capture:
-    """Return operands of the models that a workload trains, say a training function, after its first step.
-
-    In that step no gradient reaches the layers behind a head of zeros.
-
-    Args:
-        workload: one that is computed in this process.
-        where: its name in errors.
-        count: number of steps, in bf16.
-        seed: seed of the trial.
-    """
+    """Return operands of the models that a workload, computed in this process, trains in `count` steps in
+    bf16 after its first. In that one no gradient reaches the layers behind a head of zeros. `where` is its
+    name in errors."""
     workload = workload.model_copy(update={"steps": count + 1})
     if problems := [f"{where}: {why}" for _, why in workload.problems()]:
         raise InputError(*problems)

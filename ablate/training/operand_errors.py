@@ -139,17 +139,13 @@ def casts(products: Products) -> tuple[Cast, ...]:
 
 @dataclass
 class Caster:
-    """Makes casts, each with the draws and the history of its own.
-
-    Args:
-        seed: seed of the draws.
-        draws: number of draws of a cast that draws, even.
-        fixed: weights are the same in all batches, so casts that last are made once.
-    """
+    """Makes casts, each with the draws and the history of its own."""
 
     seed: int = 0
     draws: int = DRAWS
+    """Number of draws of a cast that draws, even."""
     fixed: bool = False
+    """True if weights are the same in all batches, so that casts that last are made once."""
     _lasting: dict[tuple[str, Cast], tuple[float, float]] = field(default_factory=dict)
     _layers: dict[str, EmulatedLinear] = field(default_factory=dict)
     _histories: defaultdict[tuple[str, Cast, int], History] = field(
@@ -159,13 +155,8 @@ class Caster:
     def errors(
         self, batch: int, operands: Operands, wanted: Collection[Cast]
     ) -> dict[Cast, tuple[float, float]]:
-        """Return error and bias of each cast of a layer's operands.
-
-        Args:
-            batch: number of the batch, which counts as its step.
-            operands: the layer's tensors.
-            wanted: the casts.
-        """
+        """Return error and bias of each wanted cast of a layer's operands. The batch's number counts as its
+        step."""
         copied = {cast.copy for cast in wanted}
         copies: dict[tuple[Cast, int], Tensor] = {}
 
@@ -268,21 +259,14 @@ def measure(
     progress: Callable[[int], None] = lambda count: None,
     titles: Sequence[str] = (),
 ) -> list[RecipeErrors]:
-    """Return the errors of the operands of every recipe, in their order, over the layers of every batch.
+    """Return the errors of the operands of every recipe, as it is in the first step of a run, in their order,
+    over the layers of every batch.
 
-    Args:
-        recipes: the recipes, as they are in the first step of a run.
-        batches: the same layers in each, experts aside; or a function that gives them one by one, which are
-            then cast in groups and not kept.
-        layers: the model's layers, by which layer rules select; none: every layer has the recipe's products.
-        fixed: weights are the same in all batches.
-        seed: seed of the draws.
-        progress: called with the number of layers cast so far, over all batches.
-        titles: names of the recipes in errors; none: their numbers.
-
-    Raises:
-        InputError: a rule selects no layer, batches have other layers, an operand is zero everywhere, or is
-            cast to numbers that are not finite.
+    Batches have the same layers, experts aside; a stream's are cast in groups and not kept. Without `layers`,
+    by which layer rules select, every layer has the recipe's products. `fixed` and `seed` are those of a
+    `Caster`; `progress` is called with the number of layers cast so far, over all batches; `titles` are the
+    recipes' names in errors, by default their numbers. InputError if a rule selects no layer, batches have
+    other layers, or an operand is zero everywhere, or cast to numbers that are not finite.
     """
     placed = [_placed(recipe.at(0, Run(1)), layers) for recipe in recipes]
     casting = _Casting(placed, Caster(seed, fixed=fixed), progress, titles)

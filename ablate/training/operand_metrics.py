@@ -121,9 +121,8 @@ def crest(operand: Operand, seen: Census) -> float:
     """Return the median over blocks of largest |x| over root mean square, without blocks of zeros."""
     if not seen.power:
         return math.nan
-    return (
-        (seen.blocks / (seen.block_power / seen.block_elements).sqrt()).nanmedian().item()
-    )  # NaN for a block of zeros
+    blocks = seen.blocks / (seen.block_power / seen.block_elements).sqrt()  # NaN for a block of zeros
+    return blocks.nanmedian().item()
 
 
 def kurtosis(operand: Operand, seen: Census) -> float:

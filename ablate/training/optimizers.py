@@ -80,9 +80,8 @@ class Joint(_Optimizer):
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
-        self.param_groups = [
-            group for part in parts for group in part.param_groups
-        ]  # the parts' own dicts: a learning rate set here applies to the parts
+        # The parts' own dicts: a learning rate set here applies to the parts.
+        self.param_groups = [group for part in parts for group in part.param_groups]
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:

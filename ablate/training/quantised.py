@@ -9,7 +9,7 @@ from ablate.errors import nearest
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Quant
-from ablate.recipes.recipe import SLOTS, Product, Recipe
+from ablate.recipes.recipe import SLOTS, Recipe
 from ablate.training.metrics import quantisation
 
 
@@ -37,9 +37,10 @@ def quantised(
     """Quantise one matrix; `ablate.quantize` has the arguments' meaning."""
     if slot not in SLOTS:
         raise ValueError(f"slot {slot!r}: no such operand; {nearest(slot, SLOTS)}")
-    quant, rotation = (
-        (spec, None) if isinstance(spec, Quant) else (spec.slot(slot), _product(spec, slot).hadamard)
-    )
+    if isinstance(spec, Recipe):
+        quant, rotation = spec.slot(slot), getattr(spec, slot.partition(".")[0]).hadamard
+    else:
+        quant, rotation = spec, None
     if quant is None:
         raise ValueError(f"slot {slot!r}: this recipe leaves it in high precision")
     if not x.ndim or not x.numel():
@@ -62,8 +63,3 @@ def quantised(
         quantisation(operand),
         operand,
     )
-
-
-def _product(recipe: Recipe, slot: str) -> Product:
-    product: Product = getattr(recipe, slot.partition(".")[0])
-    return product

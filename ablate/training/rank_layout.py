@@ -53,22 +53,16 @@ class Layout:
             yield from _sharding_misfits(config, recipe, engine)
 
     def _split_misfits(self, config: Training, recipe: Recipe, engine: str, splits: int) -> Iterator[str]:
-        many = (
-            f"{self.ranks} ranks share the {config.accumulate} micro-batch{'es' * (config.accumulate > 1)} "
-            f"of a step, {splits} one each"
-        )
-        way_out = (
-            f"a workload.accumulate that is a multiple of {self.ranks} "
-            "gives each rank micro-batches of its own"
-        )
+        shared = f"{config.accumulate} micro-batch{'es' * (config.accumulate > 1)} of a step"
+        many = f"{self.ranks} ranks share the {shared}, {splits} one each"
+        multiple = f"a workload.accumulate that is a multiple of {self.ranks}"
+        way_out = f"{multiple} gives each rank micro-batches of its own"
         if config.batch % splits:
             yield f"{many}, and {splits} does not divide workload.batch {config.batch}; {way_out}"
             return
         if not makes_operands(engine):
-            yield (
-                f"{many}, so their amaxes would have to be reduced, "
-                f"which engine {engine} does not do; {way_out}"
-            )
+            reduced = f"so their amaxes would have to be reduced, which engine {engine} does not do"
+            yield f"{many}, {reduced}; {way_out}"
         if not config.divisible:
             yield f"{many}, and the loss of this workload is of whole batches; {way_out}"
         tokens = config.tokens_per_step // config.accumulate // splits
@@ -81,9 +75,9 @@ class Layout:
         cut = _slot(
             recipe, lambda quant, slot: slot in TOKEN_AXES and tokens % grain(quant, None, TOKEN_AXES[slot])
         )
-        cut = cut or next(
-            (f"recipe.{name}.hadamard" for name, size in _rotations(recipe) if tokens % size), None
-        )
+        turns = (products.wgrad.hadamard for products in _everything(recipe))  # over tokens
+        if not cut and any(turn and tokens % turn.size for turn in turns):
+            cut = "recipe.wgrad.hadamard"
         if cut:
             yield f"{many}, {tokens} tokens, which cuts a block of {cut}; {way_out}"
 
@@ -115,13 +109,6 @@ def _slot(recipe: Recipe, meant: Callable[[Quant, str], object]) -> str | None:
     """Return the first operand, as `recipe.fprop.x`, for whose quantiser `meant(quant, slot)` is true."""
     pairs = ((slot, products.slot(slot)) for products in _everything(recipe) for slot in SLOTS)
     return next((f"recipe.{slot}" for slot, quant in pairs if quant is not None and meant(quant, slot)), None)
-
-
-def _rotations(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """Yield the product whose contraction is over tokens, and its rotation's size, if it is rotated."""
-    return (
-        ("wgrad", products.wgrad.hadamard.size) for products in _everything(recipe) if products.wgrad.hadamard
-    )
 
 
 def _statistic(quant: Quant) -> str | None:

@@ -51,17 +51,11 @@ class Corpus:
 
 
 def open_corpus(source: TextSource) -> Corpus:
-    """Open a source of text, tokenising it if that has not been done yet.
+    """Open a source of text, tokenising it if that has not been done yet. Cached by source in this process.
 
-    Args:
-        source: `stdlib`, `prose`, or the description of shards, text files, a dataset or a prepared folder.
-
-    Returns:
-        The corpus. That its ids are in [0, vocab) is checked on samples. Cached by source in this process.
-
-    Raises:
-        OSError: a file is missing or cannot be read, or the hub cannot be reached.
-        ValueError: the content is damaged, is not text, has ids beyond the vocabulary, or is too short.
+    That ids are in [0, vocab) is checked on samples. OSError if a file is missing or cannot be read, or the
+    hub cannot be reached; ValueError if the content is damaged, is not text, has ids beyond the vocabulary,
+    or is too short.
     """
     return _opened(source)  # whose cache would hide the type of the source from the type checker
 

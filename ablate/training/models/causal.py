@@ -5,10 +5,10 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from textwrap import shorten
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +35,16 @@ with quietly(), without_gpus():
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
+T = TypeVar("T")
+
 disable_progress_bar()
 quiet()
 
 
 def outlined(source: ModelSource, vocab: int | None) -> Outline:
-    """Return the outline of a model, which is built on the meta device, without weights.
-
-    Args:
-        source: the model.
-        vocab: size of the vocabulary, for a configuration that gives none.
-
-    Raises:
-        OSError: the model cannot be found or read.
-        ValueError: it is no causal language model of text, or has no layer that a recipe could apply to.
-    """
+    """Return the outline of a model, which is built on the meta device, without weights. `vocab` is the size
+    of the vocabulary for a configuration that gives none. OSError if the model cannot be found or read;
+    ValueError if it is no causal language model of text, or has no layer that a recipe could apply to."""
     config = configuration(source, vocab)
     if config.get_text_config() is not config:
         raise ValueError(
@@ -126,18 +121,10 @@ def _from_config(config: "PreTrainedConfig", **options: object) -> PreTrainedMod
 
 
 def configuration(source: ModelSource, vocab: int | None = None) -> "PreTrainedConfig":
-    """Return the `transformers` configuration of a model.
-
-    Args:
-        source: the model.
-        vocab: size of the vocabulary, for a configuration that gives none.
-
-    Raises:
-        OSError: the model cannot be found or read.
-        ValueError: the fields are no configuration that `transformers` accepts.
-    """
+    """Return the `transformers` configuration of a model; `vocab` as for `outlined`. OSError if the model
+    cannot be found or read; ValueError if the fields are no configuration that `transformers` accepts."""
     if isinstance(source, str):
-        return _saved_configuration(source)
+        return _saved(source, AutoConfig.from_pretrained, "no configuration that transformers can read")
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, 3)
@@ -173,15 +160,14 @@ def _reads(kind: type, name: str) -> bool:
     return read.search(inspect.getsource(module)) is not None
 
 
-def _saved_configuration(source: str) -> "PreTrainedConfig":
+def _saved(source: str, load: Callable[..., T], why: str, **options: object) -> T:
+    """Return what a function of `transformers` loads of a model; OSError if it cannot."""
     path, revision = resolve(source)
-    options = {"revision": revision, "local_files_only": path is not None, "trust_remote_code": False}
+    options |= {"revision": revision, "local_files_only": path is not None, "trust_remote_code": False}
     try:
-        return AutoConfig.from_pretrained(path or source, **options)
-    except Exception as error:  # transformers raises many classes here
-        raise OSError(
-            f"model {source}: no configuration that transformers can read: {_message(error)}"
-        ) from None
+        return load(path or source, **options)
+    except Exception as error:  # any class: files may be damaged, missing or of another format
+        raise OSError(f"model {source}: {why}: {_message(error)}") from None
 
 
 def _message(error: Exception) -> str:
@@ -192,19 +178,10 @@ def _message(error: Exception) -> str:
 def build(
     source: ModelSource, vocab: int, seed: int, device: torch.device, weights: bool = True
 ) -> nn.Module:
-    """Return a model in fp32, in training mode.
-
-    Args:
-        source: the model.
-        vocab: size of the vocabulary, for a configuration that gives none.
-        seed: seed of weights that are drawn; they depend on nothing else, and are drawn on the CPU.
-        device: device of the returned model.
-        weights: load the weights of a model that is a folder or a name on the hub, instead of drawing them.
-
-    Raises:
-        OSError: the model or its weights cannot be read.
-        ValueError: transformers refuses the configuration, or the weights do not match it.
-    """
+    """Return a model in fp32, in training mode, on a device; `vocab` as for `outlined`. Weights are drawn on
+    the CPU and depend on the seed alone, unless `weights` is True and the model is a folder or a name on the
+    hub. OSError if the model or its weights cannot be read; ValueError if transformers refuses the
+    configuration, or the weights do not match it."""
     with drawn(seed):
         if weights and isinstance(source, str):
             model = _pretrained(source)
@@ -217,17 +194,8 @@ def frozen(source: ModelSource, vocab: int, seed: int, weights: bool) -> nn.Modu
     """Return a model whose weights need no gradient, but whose activations have one.
 
     Matrices of converted layers keep the type of their file, from which they are mapped: the machine reads a
-    block when it is computed, and may forget it. Everything else is fp32, as `build` has it.
-
-    Args:
-        source: the model.
-        vocab: size of the vocabulary, for a configuration that gives none.
-        seed: seed of weights that are drawn.
-        weights: False to draw the weights of a folder.
-
-    Raises:
-        OSError: the model or its weights cannot be read.
-        ValueError: transformers refuses the configuration, or the weights do not match it.
+    block when it is computed, and may forget it. Everything else is fp32. Arguments and errors are those of
+    `build`.
     """
     if not (weights and isinstance(source, str)):
         model = build(source, vocab, seed, torch.device("cpu"), weights)
@@ -245,19 +213,8 @@ def frozen(source: ModelSource, vocab: int, seed: int, weights: bool) -> nn.Modu
 
 
 def _pretrained(source: str, dtype: torch.dtype | Literal["auto"] = torch.float32) -> nn.Module:
-    path, revision = resolve(source)
-    options = {
-        "revision": revision,
-        "local_files_only": path is not None,
-        "trust_remote_code": False,
-        "dtype": dtype,
-    }
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path or source, output_loading_info=True, **options
-        )
-    except Exception as error:  # any class: files may be damaged, missing or of another format
-        raise OSError(f"model {source}: its weights cannot be read: {_message(error)}") from None
+    load, why = AutoModelForCausalLM.from_pretrained, "its weights cannot be read"
+    model, report = _saved(source, load, why, output_loading_info=True, dtype=dtype)
     lacking = sorted(map(str, (*report["missing_keys"], *report.get("mismatched_keys", ()))))
     if lacking:  # transformers draws these at random and only logs it
         raise ValueError(
@@ -273,15 +230,10 @@ def loss(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, tar
 
 
 def logits(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the logits of all tokens of a batch [batch * tokens, vocabulary].
+    """Return the logits of all tokens, int64 [batch, tokens], as [batch * tokens, vocabulary].
 
-    Args:
-        clock: determines the draws of dropout.
-        dtype: dtype of activations. With bf16, unquantised operations run under autocast on a GPU, but in
-            fp32 on a CPU, whose bf16 kernels are slow.
-        model: from `build`.
-        tokens: int64 [batch, tokens].
-        targets: the tokens one position later, int64 [batch, tokens].
+    The clock determines the draws of dropout. With a `dtype` of bf16, unquantised operations run under
+    autocast on a GPU, but in fp32 on a CPU, whose bf16 kernels are slow. `targets` are not read.
     """
     cuda = tokens.device if tokens.device.type == "cuda" else None
     autocast = torch.autocast(

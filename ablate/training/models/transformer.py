@@ -5,7 +5,7 @@ mixture of experts of either (mixture.py), untied head, no biases.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,50 +15,8 @@ from ablate.numerics.product import linear
 from ablate.training import cuda_arithmetic
 from ablate.training.models.mixture import Experts, Mixture, Router
 
-
-class MixtureShape(Protocol):
-    """Numbers of a mixture of experts, as `workloads.gpt.MixtureOfExperts` has them."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def shared(self) -> int: ...
-    @property
-    def auxiliary(self) -> float: ...
-
-
-class StackShape(Protocol):
-    """Sizes of a stack of blocks."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def hidden_width(self) -> int: ...
-
-
-class TransformerShape(StackShape, Protocol):
-    """Sizes of a `Transformer`, as a `Gpt` workload has them."""
-
-    @property
-    def kv_heads(self) -> int | None: ...
-    @property
-    def mlp(self) -> str: ...
-    @property
-    def experts(self) -> MixtureShape | None: ...
-    @property
-    def expert_width(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def deterministic(self) -> bool: ...
+if TYPE_CHECKING:
+    from ablate.training.workloads.gpt import Gpt
 
 
 class Norm(nn.Module):
@@ -152,7 +110,7 @@ class MixtureBlock(Block):
         return x + y, imbalance
 
 
-def block_of(shape: TransformerShape) -> Block:
+def block_of(shape: "Gpt") -> Block:
     """Return a block with the attention, and the MLP or mixture of experts, that the shape names."""
     attention = Attention(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.deterministic)
     if shape.experts is None:
@@ -174,10 +132,10 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        shape: TransformerShape,
+        shape: "Gpt",
         vocab: int,
         dtype: torch.dtype,
-        block: Callable[[TransformerShape], Block] = block_of,
+        block: Callable[["Gpt"], Block] = block_of,
     ) -> None:
         super().__init__()
         self.dtype = dtype

@@ -17,7 +17,7 @@ is the user's code with its package.
 import builtins
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
@@ -107,11 +107,12 @@ def described(error: BaseException) -> UserError | None:
         return UserError("", str(error), error.file, error.line)
     if inner := printed(str(error).splitlines()):  # of a DataLoader's worker
         return inner
-    for cause in _chain(error):
+    cause: BaseException | None = error
+    frames: list[FrameSummary] = []
+    while cause and not frames:
         frames = _users_frames(cause.__traceback__, isinstance(cause, OutsideStepError))
-        if frames:
-            break
-    else:
+        cause = cause.__cause__
+    if not frames:
         return None
     file, line = frames[-1].filename, frames[-1].lineno or 0
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -147,13 +148,6 @@ def printed(lines: Iterable[str]) -> UserError | None:
                 found = UserError(last[1], message, *own[-1][:2], shown, transient)
             frames = None
     return found
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    at: BaseException | None = error
-    while at is not None:
-        yield at
-        at = at.__cause__
 
 
 def _users_frames(stack: TracebackType | None, at_call: bool) -> list[FrameSummary]:
@@ -211,11 +205,8 @@ def _transient(names: Iterable[str], message: str) -> bool:
 
 
 def _full_name(kind: type) -> str:
-    return (
-        kind.__qualname__
-        if kind.__module__ in ("builtins", "__main__")
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
 
 
 def _first_line(message: str) -> str:

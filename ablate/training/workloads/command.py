@@ -134,15 +134,11 @@ class Command(OwnCode):
         words = [] if why else [word for word in shlex.split(self.run)[1:] if not {"{", "="} & {*word}]
         script = next((word for word in words if word.endswith((".py", *_SHELL))), "")
         if script and not self.sources and not (self._folder / script).is_file():
-            yield (
-                "run",
-                f"{script}: no such file in {self._folder}; list code that is elsewhere under sources",
-            )
+            missing = f"{script}: no such file in {self._folder}"
+            yield "run", f"{missing}; list code that is elsewhere under sources"
         elif not why and not self._sources():
-            yield (
-                "sources",
-                "is empty, and run names no file; list the command's code, so that an edit runs it anew",
-            )
+            unnamed = "is empty, and run names no file"
+            yield "sources", f"{unnamed}; list the command's code, so that an edit runs it anew"
         for value in self.data:
             if not Path(value).expanduser().exists():
                 yield "data", f"{value}: no such file or folder"
@@ -216,14 +212,13 @@ class Command(OwnCode):
             return f"cannot be split: {error}; write {{{{ and }}}} for braces"
         if not tokens:
             return "is empty; give a program and its arguments"
-        if "{" not in tokens[0] and not self._program(tokens[0]):
-            return f"no such program: {tokens[0]}"
-        return None
-
-    def _program(self, name: str) -> bool:
-        if "/" in name:
-            return (self._folder / name).is_file()
-        return shutil.which(name, path=search_path()) is not None
+        program = tokens[0]
+        there = (
+            (self._folder / program).is_file()
+            if "/" in program
+            else shutil.which(program, path=search_path())
+        )
+        return None if "{" in program or there else f"no such program: {program}"
 
     def _sources(self) -> list[Path]:
         """Return the files of the command's code: those of `sources`, else those that `run` names."""

@@ -19,7 +19,6 @@ from pydantic import Field
 from ablate.cache import growing, kept, key_of
 from ablate.files import Json
 from ablate.numerics.spec import Spec
-from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Products, Recipe, Wgrad
 from ablate.training.data import without_places
 from ablate.training.data.sources import TextSource
@@ -27,8 +26,7 @@ from ablate.training.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WID
 from ablate.training.metric_names import FIRST_NONFINITE
 from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.text import Architecture, Fields, TextWorkload, extents, misfits, outlined
-from ablate.training.workloads.trained import Subject
+from ablate.training.workloads.text import Architecture, Fields, Subject, TextWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
     from ablate.numerics.philox import Clock
     from ablate.training.loop import PreparedRun, Record
-    from ablate.training.models.source import Outline
 
 P = TypeVar("P", bound=Products)
 
@@ -100,26 +97,13 @@ class Finetune(TextWorkload):
     lr: float = Field(3e-4, gt=0)
 
     @property
-    def outline(self) -> Outline:
-        return outlined(self.model, self.corpus)
-
-    @property
-    def linear_layers(self) -> tuple[Layer, ...]:
-        return self.outline.layers
-
-    @property
-    def extents(self) -> dict[str, int]:
-        """Context, which every batch is a multiple of, and widths of the model."""
-        return extents(self.model, self)
-
-    @property
     def imports(self) -> tuple[str, ...]:
         return ("ablate.training.models.causal", *(["ablate.training.models.adapters"] if self.lora else []))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         problems = dict(super().problems())
         if "data" not in problems:
-            problems |= dict(misfits(self.model, self))
+            problems |= dict(self.misfits())
         if not {"data", "model"} & problems.keys():
             problems |= dict(self._adapters())
             if isinstance(self.model, str):
@@ -131,17 +115,11 @@ class Finetune(TextWorkload):
 
     def _weights(self, folder: Path) -> Iterator[tuple[str, str]]:
         if self.base:
-            yield (
-                "base",
-                "is for a configuration without weights, and model names one that has its own; "
-                "leave one of them out",
-            )
+            why = "is for a configuration without weights, and model names one that has its own"
+            yield "base", f"{why}; leave one of them out"
         if folder.exists() and not any(path.suffix in (".safetensors", ".bin") for path in folder.glob("*")):
-            yield (
-                "model",
-                f"{folder} holds no weights (.safetensors or .bin), "
-                "as transformers' save_pretrained leaves them",
-            )
+            why = f"{folder} holds no weights (.safetensors or .bin)"
+            yield "model", f"{why}, as transformers' save_pretrained leaves them"
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from super().contradictions(recipe)
@@ -196,16 +174,6 @@ class Finetune(TextWorkload):
         ]
         return "-".join(filter(None, parts))
 
-    def parameters(self) -> int:
-        return self.outline.parameters
-
-    def cost(self, quantised: bool) -> float:
-        """Return rough seconds of one trial on one CPU core, without the base, which is trained once."""
-        elements = (
-            16 * (self.parameters() * self.blocks / 12) ** 0.5
-        )  # a block has 12 n^2 weights, and 16 n activations per token
-        return self.seconds(self.parameters(), elements, self.blocks, quantised)
-
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         perplexity = (
             {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
@@ -240,7 +208,7 @@ class Finetune(TextWorkload):
             else build(self.model, self.corpus.vocab, clock.seed, device)
         )
         parts = (partial(part, clock, DTYPES[recipe.dtype]) for part in (loss, logits))
-        return Subject(model, *self.windows(clock.seed, device), *parts)
+        return Subject(model, *parts)
 
     def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
         if self.lora is None:
@@ -263,6 +231,7 @@ class Finetune(TextWorkload):
         """Return the workload that trains the base. ValueError if the model has weights of its own."""
         if isinstance(self.model, str):
             raise ValueError(f"model {self.model} has weights of its own, so base has nothing to train")
+        assert self.outline
         return Gpt(
             model=self.model | {"vocab_size": self.outline.vocab},
             context=self.context,

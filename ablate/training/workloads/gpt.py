@@ -16,14 +16,12 @@ from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import MOST_LAYERS, MOST_WIDTH
-from ablate.training.workloads.text import Architecture, TextWorkload, extents, misfits, outlined
-from ablate.training.workloads.trained import Subject
+from ablate.training.workloads.text import Architecture, Subject, TextWorkload
 
 if TYPE_CHECKING:
     import torch
 
     from ablate.numerics.philox import Clock
-    from ablate.training.models.source import Outline
 
 _MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
 _SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "experts", "rope_theta")
@@ -83,11 +81,6 @@ class Gpt(TextWorkload):
         return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
 
     @property
-    def outline(self) -> Outline | None:
-        """Shape of the model of `transformers`; None for this package's transformer."""
-        return None if self.model is None else outlined(self.model, self.corpus)
-
-    @property
     def expert_width(self) -> int:
         """Width of one expert; 0 without experts."""
         if self.experts is None:
@@ -100,8 +93,8 @@ class Gpt(TextWorkload):
         """Layers of the given model, or of this package's transformer: four in each block, or two for each
         expert in place of those of the MLP. An expert's counts as many weights as a token is multiplied by on
         average: top_k / count of its elements."""
-        if outline := self.outline:
-            return outline.layers
+        if self.model is not None:
+            return super().linear_layers
         sizes = self._features
         block = "Block" if self.experts is None else "MixtureBlock"
         around = {name: {"Transformer", "ModuleList", block, "Linear", *self._within(name)} for name in sizes}
@@ -144,26 +137,21 @@ class Gpt(TextWorkload):
     def problems(self) -> Iterator[tuple[str, str]]:
         problems = dict(super().problems())
         if "data" not in problems:
-            problems |= dict(self._misshapen() if self.model is None else self._shaped_otherwise(self.model))
+            problems |= dict(self._misshapen() if self.model is None else self._shaped_otherwise())
         yield from problems.items()
 
-    def _shaped_otherwise(self, model: Architecture) -> Iterator[tuple[str, str]]:
+    def _shaped_otherwise(self) -> Iterator[tuple[str, str]]:
         for name in (name for name in _SHAPE if getattr(self, name) != type(self).model_fields[name].default):
-            yield (
-                name,
-                "has no effect on a model of transformers; set that configuration's own field under model",
-            )
-        yield from misfits(model, self)
+            why = "has no effect on a model of transformers"
+            yield name, f"{why}; set that configuration's own field under model"
+        yield from self.misfits()
 
     def _misshapen(self) -> Iterator[tuple[str, str]]:
         if self.width % self.heads:
             yield "heads", f"{self.heads} does not divide width {self.width}"
         elif self.width // self.heads % 2:
-            yield (
-                "heads",
-                f"{self.heads} heads of width {self.width // self.heads}: "
-                "rotary positions need an even head width",
-            )
+            heads = f"{self.heads} heads of width {self.width // self.heads}"
+            yield "heads", f"{heads}: rotary positions need an even head width"
         if self.heads % (self.kv_heads or self.heads):
             yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
         if self.experts is not None:
@@ -175,17 +163,14 @@ class Gpt(TextWorkload):
         if self.hidden is not None and experts.hidden is not None:
             yield "hidden", "has no effect, since experts.hidden sets the width of an expert; leave one out"
         if self.compile:
-            yield (
-                "compile",
-                "true needs equal shapes in all steps, and experts get other numbers of tokens in each; "
-                "leave out compile or experts",
-            )
+            why = "true needs equal shapes in all steps, and experts get other numbers of tokens in each"
+            yield "compile", f"{why}; leave out compile or experts"
 
     @property
     def extents(self) -> dict[str, int]:
         """Context, which every batch is a multiple of, and widths of the transformer."""
         if self.model is not None:
-            return extents(self.model, self)
+            return super().extents
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
         hidden, where = self.hidden_width, "workload.hidden"
         if self.experts is not None:
@@ -206,9 +191,9 @@ class Gpt(TextWorkload):
 
     def identity(self) -> dict[str, Json]:
         fields = super().identity()
-        other = (
-            () if self.model is None else (*_SHAPE, *(["model"] if isinstance(self.model, str) else []))
-        )  # a model given by path or name is in the fingerprint
+        other: tuple[str, ...] = () if self.model is None else _SHAPE
+        if isinstance(self.model, str):  # its content is in the fingerprint
+            other = (*_SHAPE, "model")
         return {name: value for name, value in fields.items() if name not in other}
 
     def fingerprint(self) -> str:
@@ -220,23 +205,20 @@ class Gpt(TextWorkload):
 
     def parameters(self) -> int:
         """Return the number of weights in the blocks' matrices; of all weights of a `transformers` model."""
-        if outline := self.outline:
-            return outline.parameters
+        if self.model is not None:
+            return super().parameters()
         routers = self.experts.count if self.experts else 0
         return self.layers * self.width * (sum(self._features.values()) + routers)
 
     def cost(self, quantised: bool) -> float:
-        if self.model is not None:  # a block with 12 n^2 weights has 16 n activations per token
-            elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5
-            return self.seconds(self.parameters(), elements, self.blocks, quantised)
+        if self.model is not None:
+            return super().cost(quantised)
         experts = self.experts
         hidden = self.expert_width * (experts.top_k + experts.shared) if experts else self.hidden_width
         elements = self.layers * (8 * self.width + 3 * hidden)
         layers = self.linear_layers
         multiplied = sum(layer.weights for layer in layers)
-        return self.seconds(
-            multiplied, elements, len(layers) // 4, quantised
-        )  # of the four layers of a block
+        return self.seconds(multiplied, elements, len(layers) // 4, quantised)  # four layers a block
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         import torch
@@ -248,13 +230,8 @@ class Gpt(TextWorkload):
             from ablate.training.models import causal
 
             model = causal.build(self.model, self.corpus.vocab, clock.seed, device, weights=False)
-            return Subject(
-                model,
-                *self.windows(clock.seed, device),
-                *(partial(part, clock, DTYPES[recipe.dtype]) for part in (causal.loss, causal.logits)),
-            )
+            parts = (partial(part, clock, DTYPES[recipe.dtype]) for part in (causal.loss, causal.logits))
+            return Subject(model, *parts)
         with torch.device("meta"):
             model = Transformer(self, self.corpus.vocab, DTYPES[recipe.dtype])
-        return Subject(
-            initialise(model, clock.seed, device), *self.windows(clock.seed, device), logits=logits
-        )
+        return Subject(initialise(model, clock.seed, device), None, logits)

@@ -23,13 +23,14 @@ from ablate.training.workloads.gpt import Gpt
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from ablate.engines.emulated_layer import EmulatedLinear
     from ablate.numerics.philox import Clock
     from ablate.numerics.quantize import Operand
     from ablate.numerics.spec import Hadamard
     from ablate.training.loop import Record
+    from ablate.training.operand_errors import Operands
 
 DISTRIBUTIONS = {
     "gaussian": (),
@@ -146,11 +147,8 @@ class Tensors(Workload):
         if self.captured:
             yield from ((f"capture.{field}", why) for field, why in self.capture.problems())
             if self.layer not in self.capture.linears:
-                yield (
-                    "layer",
-                    f"{self.layer} is no linear layer of the captured run; "
-                    f"it has {', '.join(self.capture.linears)}",
-                )
+                layers = ", ".join(self.capture.linears)
+                yield "layer", f"{self.layer} is no linear layer of the captured run; it has {layers}"
 
     def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers; those of a captured run only if there is one."""
@@ -189,7 +187,8 @@ class Tensors(Workload):
         for draw in range(self.draws):
             clock.step = draw
             means.add()
-            if _is_power_of_four(draw + 1) or draw + 1 == self.draws:
+            power_of_four = draw & (draw + 1) == 0 and (draw + 1).bit_length() % 2 == 1
+            if power_of_four or draw + 1 == self.draws:
                 metrics |= means.errors(draw + 1)
                 if draw + 1 == self.draws:
                     metrics |= means.slopes()
@@ -255,27 +254,20 @@ def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
 def capture(config: Tensors, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Return x and g of the layer `config.layer` in the last step of the bf16 training run `config.capture`,
     and w after it, in bf16, on the device of the run."""
-    import torch
-
     from ablate.recipes.presets import bf16
+    from ablate.training.operand_capture import captured
 
     seen: dict[str, Tensor] = {}
 
-    def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if torch.is_grad_enabled():
-            seen["x"] = inputs[0].detach().flatten(0, -2).to(torch.bfloat16)
-
-    def backward(module: nn.Module, into: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
-        seen["g"] = out[0].detach().flatten(0, -2).to(torch.bfloat16)
+    def take(step: int, operands: Operands) -> None:
+        if operands.layer == config.layer:
+            seen.update(x=operands.x, g=operands.dy)
 
     run = config.capture.prepare(bf16(), seed, str(device))
-    layer = run.model.get_submodule(config.layer)
-    hooks = [layer.register_forward_hook(forward), layer.register_full_backward_hook(backward)]
-    for _ in config.capture.train(run, Telemetry(every=0, shadow=0, log=10**9)):
-        pass
-    for hook in hooks:
-        hook.remove()
-    return seen | {"w": layer.weight.detach().to(torch.bfloat16)}
+    with captured(take):
+        for _ in config.capture.train(run, Telemetry(every=0, shadow=0, log=10**9)):
+            pass
+    return seen | {"w": run.model.get_submodule(config.layer).weight.detach().bfloat16()}
 
 
 def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
@@ -398,7 +390,3 @@ class _Means:
             )
             for slot, curve in curves.items()
         }
-
-
-def _is_power_of_four(n: int) -> bool:
-    return n & (n - 1) == 0 and n.bit_length() % 2 == 1

@@ -33,7 +33,7 @@ from ablate.recipes.recipe import Recipe
 from ablate.training.loop import PreparedRun, Record
 from ablate.training.trial_run import Telemetry
 from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.trained import Trained
+from ablate.training.workloads.text import TextWorkload
 from ablate.verification.check_result import Check, Row
 from ablate.verification.conformance.reference_product import rounded_to_nearest
 from ablate.verification.parity.bench import Bench
@@ -185,11 +185,11 @@ def trained(bench: Bench, family: str) -> Curves:
     return Curves(family, losses, gradients)
 
 
-def _records(config: Trained, run: PreparedRun) -> Iterator[Record]:
+def _records(config: TextWorkload, run: PreparedRun) -> Iterator[Record]:
     return config.train(run, Telemetry(every=0, shadow=0, log=1))
 
 
-def _gradient(run: PreparedRun, config: Trained, state: dict[str, Tensor], step: int) -> Tensor:
+def _gradient(run: PreparedRun, config: TextWorkload, state: dict[str, Tensor], step: int) -> Tensor:
     """Return the gradient of a step's first batch from a state, fp64, flattened."""
     run.model.load_state_dict(state)
     run.model.zero_grad()

@@ -170,7 +170,7 @@ def test_the_loss_is_the_cross_entropy_and_its_gradient_has_the_auxiliary_loss(s
 def test_a_run_records_the_imbalance_apart_as_the_mean_over_micro_batches(shards):
     config = gpt(shards, experts=EIGHT, accumulate=2, steps=3, eval_every=3)
     first = train(config, FP32)[0].metrics
-    model, batch = built(config), config.subject(FP32, Clock(0), torch.device("cpu")).batch
+    model, batch = built(config), config.windows(0, torch.device("cpu"))[0]
     seen = []
     for micro_batch in (0, 1):
         model(*batch(0, micro_batch))

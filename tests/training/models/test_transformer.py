@@ -12,9 +12,9 @@ from ablate.training.models.transformer import (
     Block,
     SquaredReLU,
     Transformer,
-    TransformerShape,
     initialise,
 )
+from ablate.training.workloads.gpt import Gpt
 
 
 class Experts(nn.Module):
@@ -30,7 +30,7 @@ class Experts(nn.Module):
         return sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
-def of_experts(shape: TransformerShape) -> Block:
+def of_experts(shape: Gpt) -> Block:
     return Block(
         shape.width, Attention(shape.width, shape.heads, shape.heads, False), Experts(shape.width, 48)
     )
