@@ -26,7 +26,7 @@ from statistics import median
 from typing import Literal, TypedDict
 
 from ablate.engines.emulated import Engine
-from ablate.training.hyperparameters import Training
+from ablate.training.hyperparameters import Guard
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,11 @@ class GuardState(TypedDict):
 
 class Watch:
     """Judge of every step before its update, by `guard` and `clip` of the workload, and counter of
-    interventions. A fallback of the precision changes the engine's layers."""
+    interventions. A fallback of the precision changes the engine's layers. Of own code, which has no engine
+    and updates its weights itself, it judges the loss after the step, to end the run."""
 
-    def __init__(self, config: Training, engine: Engine) -> None:
-        self._guard, self._clip, self._engine = config.guard, config.clip, engine
+    def __init__(self, guard: Guard, clip: float | None = None, engine: Engine | None = None) -> None:
+        self._guard, self._clip, self._engine = guard, clip, engine
         self._losses: deque[float] = deque(maxlen=self._guard.window)
         self._norms: deque[float] = deque(maxlen=self._guard.window)
         self.skipped = 0
@@ -167,7 +168,7 @@ class Watch:
         self._losses.clear()  # compare later steps only with each other, once a new window of them is full
         self._norms.clear()
         fallback = self._guard.fallback
-        if fallback.precision:
+        if fallback.precision and self._engine:
             self._engine.fall_back(fallback.layers, fallback.safer)
         return Change(
             lr=self.lr if fallback.lr < 1 else None,
@@ -198,5 +199,5 @@ class Watch:
         self._norms.extend(state["norms"])
         self.skipped, self.fallbacks = state["skipped"], state["fallbacks"]
         fallback = self._guard.fallback
-        if self.fallbacks and fallback.precision:
+        if self.fallbacks and fallback.precision and self._engine:
             self._engine.fall_back(fallback.layers, fallback.safer)

@@ -248,7 +248,7 @@ class Loop:
             own = any(isinstance(module, Attention) for module in run.model.modules())
             cuda_arithmetic.follow(config.deterministic, everywhere=config.compile or not own)
         self.optimizer = optimizer(run.model, config)
-        self.watch = Watch(config, run.engine)
+        self.watch = Watch(config.guard, config.clip, run.engine)
         self.meter = Meter(config.tokens_per_step)
         self.plan = config.length
         noise = run.engine.recipe.weights.noise

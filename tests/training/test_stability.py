@@ -46,7 +46,7 @@ def judged(guard: Guard, series: list[tuple[float, float]], clip: float | None =
         def fall_back(self, *what):
             pass
 
-    watch = Watch(Gpt(guard=guard, clip=clip), Engine())
+    watch = Watch(guard, clip, Engine())
     return [watch.judge(*pair).kind for pair in series]
 
 
@@ -57,7 +57,7 @@ def test_a_verdict_has_the_quantity_its_value_and_what_it_is_compared_with():
 
     fallback = Fallback(lr=0.5, clip=0.1, precision="bf16", slots=("wgrad.*",), layers=("blocks.0.*",))
     guard = Guard(policy="fallback", loss=1.5, norm=4.0, window=4, limit=2, fallback=fallback)
-    watch = Watch(Gpt(guard=guard, clip=2.0), Engine())
+    watch = Watch(guard, 2.0, Engine())
     series = [*[(2.0, 1.0)] * 4, (2.0, 5.0), *[(2.0, 1.0)] * 4, (4.0, 1.0), (1.0, math.inf)]
     found = [verdict for pair in series if (verdict := watch.judge(*pair)).cause]
     first, second = (Change(0.5**n, 2.0 * 0.1**n, "bf16", ("wgrad.*",), ("blocks.0.*",)) for n in (1, 2))

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout, suppress
 from operator import itemgetter
 
+from ablate.training.guard import STEP, Watch
 from ablate.training.log_readers import LineReader, Unreadable
 from ablate.training.loop import Record
-from ablate.training.metric_names import ARITHMETIC, FIRST_NONFINITE
+from ablate.training.metric_names import ARITHMETIC, ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
 from ablate.training.own_code.command_process import Line
 from ablate.training.own_code.process_environment import ACKNOWLEDGEMENT
 
@@ -77,9 +78,11 @@ class CommandRecords:
         steps: int,
         tokens_per_step: int,
         processor: float,
+        watch: Watch | None = None,
     ) -> None:
         self._expected, self._printed, self._processor = expected, printed, processor
         self._steps, self._tokens = steps, tokens_per_step
+        self._watch, self._verdict = watch, STEP
         self._needs_none = expected is None or exported
         self._step = 0
         self._metrics: dict[str, float] = {}
@@ -208,14 +211,17 @@ class CommandRecords:
                 print(f"step {step}: {left_out}: {ascii(value)[:200]}", flush=True)
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
             self._metrics[FIRST_NONFINITE] = float(step)
+        elif self._watch and "train/loss" in content and "train/loss" in self._metrics:
+            self._verdict = self._watch.judge(self._metrics["train/loss"], 0.0)
+            self._metrics |= {GUARD_STOPPED: float(step)} if self._verdict.cause else {}
 
     def _record(self) -> Record:
         metrics, self._metrics = self._metrics, {}
         metrics.setdefault("tokens", float(self._step * self._tokens))
         metrics[ARITHMETIC] = self._processor
-        return Record(self._step, metrics)
+        return Record(self._step, metrics, self._verdict if self._verdict.cause else None)
 
     @property
     def diverged(self) -> bool:
-        """True if the latest step's train/loss is not finite: the trial is over."""
-        return FIRST_NONFINITE in self._metrics
+        """True if the latest step's train/loss is not finite, or too large: the trial is over."""
+        return not ENDINGS.isdisjoint(self._metrics)

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -42,8 +42,9 @@ from ablate.training.conversion import Conversion, ConversionState, convert
 from ablate.training.conversion_options import ConversionOptions
 from ablate.training.first_nonfinite import Origin
 from ablate.training.fork_design import parts_of
+from ablate.training.guard import GuardDecision, GuardState, Watch
 from ablate.training.loop import Record, move_by_ulp
-from ablate.training.metric_names import FIRST_NONFINITE, part_metric
+from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED, part_metric
 from ablate.training.metrics import of_machine
 from ablate.training.own_code.process_environment import number
 from ablate.training.trial_run import TrialRun
@@ -84,6 +85,7 @@ class TrialState(TypedDict):
     conversions: list[ConversionState]
     generators: dict[str, Any]
     """States of the global generators of torch, numpy and random."""
+    guard: NotRequired[GuardState]
 
 
 class TrialWindow(NamedTuple):
@@ -138,6 +140,7 @@ class Trial:
         start: Path | None = None,
         saved: TrialState | None = None,
         window: TrialWindow | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.recipe, self.seed, self.config = trial_run.recipe, trial_run.seed, Config(config)
         self.device, self.max_steps, self.start = torch.device(trial_run.device), length.steps, start
@@ -146,7 +149,9 @@ class Trial:
         self._run, self._emit = length, emit
         self._conversions: list[Conversion] = []
         self._stateful: dict[str, Stateful] = {}
-        self._saved, self._window, self._twin = saved, window, trial_run.twin
+        self._saved, self._window, self._twin, self._watch = saved, window, trial_run.twin, watch
+        if watch and saved and "guard" in saved:
+            watch.restore(saved["guard"])
         self._before = window.begun if window else 0
         """Steps that the trial counts before the first of this run."""
         self._first = saved["step"] - self._before if saved else 0
@@ -275,7 +280,7 @@ class Trial:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Record metrics of the last step. What is logged until the next step begins belongs to it.
 
-        `train/loss` that is not finite ends the trial as diverged.
+        `train/loss` that is not finite, or too large for `guard_loss`, ends the trial as diverged.
 
         Raises:
             ValueError: a value is no number, or a name is empty.
@@ -284,9 +289,17 @@ class Trial:
             if not isinstance(name, str) or not name.strip():
                 raise ValueError(f"trial.log: {name!r} is no name of a metric")
             self._metrics[name] = number(value, f"trial.log: {name}")
+        at = float(max(1, self._done) + self._before)
+        verdict: GuardDecision | None = None
+        origin: Origin | None = None
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
-            self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)
-            self._flush(origin=next(filter(None, map(Conversion.origin, self._conversions)), None))
+            self._metrics[FIRST_NONFINITE] = at
+            origin = next(filter(None, map(Conversion.origin, self._conversions)), None)
+        elif self._watch and "train/loss" in metrics:
+            verdict = self._watch.judge(self._metrics["train/loss"], 0.0)
+            self._metrics |= {GUARD_STOPPED: at} if verdict.cause else {}
+        if not ENDINGS.isdisjoint(self._metrics):
+            self._flush(verdict, origin)
             self._stopped = True  # for a function whose `except:` catches Stopped, too
             raise Stopped
 
@@ -414,9 +427,10 @@ class Trial:
             "objects": {name: part.state_dict() for name, part in self._stateful.items()},
             "conversions": [conversion.state_dict() for conversion in self._conversions],
             "generators": _generators(),
+            **({"guard": self._watch.state()} if self._watch else {}),
         }
 
-    def _flush(self, origin: Origin | None = None) -> None:
+    def _flush(self, verdict: GuardDecision | None = None, origin: Origin | None = None) -> None:
         """Emit the metrics of the last step, with those that every trial has. Stopped if the trial ended."""
         if self._stopped:
             raise Stopped
@@ -432,7 +446,7 @@ class Trial:
             metrics["nan/activation"] = conversion.metrics()["nan/activation"]
         metrics |= of_machine(self.device)
         self._recorded, self._last_record = self._done, time.monotonic()
-        self._emit(Record(self._done + self._before, metrics, origin=origin))
+        self._emit(Record(self._done + self._before, metrics, verdict, origin))
 
 
 def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:

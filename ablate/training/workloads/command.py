@@ -88,7 +88,7 @@ class Command(OwnCode):
     VERSION: ClassVar[int] = 1
     in_process: ClassVar[bool] = False
     PATHS: ClassVar[tuple[str, ...]] = ("folder", "sources", "data")
-    LATER: ClassVar[frozenset[str]] = frozenset({"export"})
+    LATER: ClassVar[frozenset[str]] = OwnCode.LATER | {"export"}
 
     run: str = Field(min_length=1)
     """Program and arguments, split as a shell does, with placeholders such as `{seed}` and `{lr}`.
@@ -334,6 +334,7 @@ class Command(OwnCode):
                 self.steps,
                 self.tokens_per_step,
                 provenance.processor(run.device),
+                self.watch,
             )
             for batches in earlier(own):
                 yield from parsed.again(batches, self._reader())

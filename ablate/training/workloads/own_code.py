@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from ablate import own_source
-from ablate.training.hyperparameters import MOST_STEPS
+from ablate.training.hyperparameters import MOST_STEPS, Guard
 from ablate.training.workloads.base import Workload
 from ablate.training.workloads.text import Fields
+
+if TYPE_CHECKING:
+    from ablate.training.guard import Watch
 
 _SECONDS_A_STEP = 0.5
 """A guess: nothing is known of a user's code until a trial has run."""
@@ -25,6 +28,7 @@ class OwnCode(Workload):
 
     METRICS: ClassVar[frozenset[str] | None] = None  # whatever the code logs
     own_code: ClassVar[bool] = True
+    LATER: ClassVar[frozenset[str]] = frozenset({"guard_loss"})
 
     config: Annotated[dict[str, Any], AfterValidator(Fields)] = Field(default_factory=Fields)
     """Values that the code reads; each is a knob, `workload.config.<key>`."""
@@ -36,6 +40,17 @@ class OwnCode(Workload):
     """Files and folders that the code reads; a trial's identity has their content."""
     log_every: int = Field(1, ge=1)
     """Steps between two records that all trials have, by which a search prunes."""
+
+    guard_loss: float | None = Field(None, gt=1)
+    """Factor over the median of the 32 last `train/loss` above which a run ends as diverged; null: only a
+    `train/loss` that is not finite ends it."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """Judge of a run's losses, if there is one."""
+        from ablate.training.guard import Watch
+
+        return Watch(Guard(loss=self.guard_loss)) if self.guard_loss else None
 
     def files(self) -> Iterator[Path]:
         for path in map(Path, self.data):

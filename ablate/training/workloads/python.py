@@ -160,7 +160,7 @@ class Python(OwnCode):
         def work(emit: Callable[[Record], None]) -> None:
             with seeded(run.seed), TemporaryDirectory() as scratch:
                 folder = run.checkpoints.artifacts if run.checkpoints else Path(scratch)
-                trial = Trial(run, self.config, length, emit, folder, data, start, state, own)
+                trial = Trial(run, self.config, length, emit, folder, data, start, state, own, self.watch)
                 with _explained(run.device, code.path.parent):
                     if declared:
                         from ablate.training.config_schema import built

@@ -234,6 +234,20 @@ time.sleep(600)
     assert found[-1].metrics["nan/first_step"] == 3
 
 
+def test_a_loss_beyond_its_guard_ends_the_command_as_diverged(tmp_path):
+    code = """
+import time
+for step in range(1, 60):
+    print('{"step": %d, "train/loss": %s}' % (step, 3 if step == 40 else 1))
+time.sleep(600)
+"""
+    guarded = command(tmp_path, code, steps=60, guard_loss=2.0)
+    last = records(guarded)[-1]
+    assert (last.step, last.metrics["guard/stopped"], last.verdict.cause.ratio) == (40, 40, 3)
+    free = command(tmp_path, code, steps=60)
+    assert (free.identity(), free.watch) == (guarded.model_copy(update={"guard_loss": None}).identity(), None)
+
+
 @pytest.mark.parametrize(
     ("code", "error", "sentence"),
     [

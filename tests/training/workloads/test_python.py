@@ -492,6 +492,14 @@ def test_mistakes_of_the_function_are_named(parts, sentence, code):
         records(body(code, **parts))
 
 
+def test_a_loss_beyond_its_guard_ends_the_trial_as_diverged(code):
+    config = body(code, after='trial.log({"train/loss": 3.0 if step == 39 else 1.0})')
+    last = records(config.model_copy(update={"steps": 60, "guard_loss": 2.0}))[-1]
+    assert (last.step, last.metrics["guard/stopped"], last.verdict.cause.ratio) == (40, 40, 3)
+    assert records(config.model_copy(update={"steps": 60, "guard_loss": 3.0}))[-1].step == 60
+    assert "guard_loss" not in config.identity()
+
+
 def test_a_function_reads_the_experiments_data_and_a_run_without_a_trial_leaves_no_files(
     code, tmp_path, monkeypatch
 ):
