@@ -36,7 +36,7 @@ from ablate.store.judged_files import keep
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED, Member
 from ablate.store.trial_store import Result, Store
-from ablate.training.data.facts import KINDS, facts
+from ablate.training.data.facts import facts
 from ablate.training.workloads import context_free
 
 _END_SECONDS = 10.0
@@ -142,7 +142,7 @@ class Scheduler:
             self.queue.family.add(spec, self.store.checkpoint_step(spec.id))
             trial = self.ledger.add_member(number, seed, spec.id, spec.wire)
             source = spec.config.data_source
-            if isinstance(source, KINDS) and (data := spec.config.fingerprint()) not in self._data:
+            if source is not None and (data := spec.config.fingerprint()) not in self._data:
                 self._data.add(data)
                 self.ledger.facts.add_data(data, facts(source))
             if trial in self._status:

@@ -41,7 +41,6 @@ from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 
 if TYPE_CHECKING:
-    from ablate.training.loop import PreparedRun
     from ablate.training.workloads.base import Workload
     from ablate.training.workloads.text import TextWorkload
 
@@ -178,7 +177,12 @@ def built_in(count: int, note: Callable[[str], None], seed: int = 0) -> Capture:
 
     folder = kept("models", key, train)
     run.model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
-    return _of_run(run, count, BUILT_IN.steps)
+    batches: list[Batch] = []
+    with collected(batches):
+        for step in range(BUILT_IN.steps, BUILT_IN.steps + count):
+            run.engine.clock.step = step
+            run.model(*run.batch(step, 0)).backward()
+    return Capture(batches, run.engine.placed, fixed=True)
 
 
 def of_model(source: str, count: int, seed: int = 0) -> Capture:
@@ -259,17 +263,3 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
     names = [operands.layer for operands in batches[0]]
     numbered = all(block_name(name) for name in names)
     return Capture(batches, located(dict.fromkeys(names, ("Linear",))) if numbered else ())
-
-
-def _of_run(run: PreparedRun, count: int, first: int) -> Capture:
-    """Return operands of a prepared run on the batches from step `first` on, all with the same weights."""
-    batches: list[Batch] = []
-    with collected(batches):
-        for step in range(first, first + count):
-            run.engine.clock.step = step
-            (run.loss or run.model)(*run.batch(step, 0)).backward()
-    experts = {layer.name for each in run.engine.experts.values() for layer in each.layers}
-    needed = run.engine.layers.keys() - experts
-    if not batches or any(needed - {operands.layer for operands in batch} for batch in batches):
-        raise InputError("the model has layers that no gradient reaches, so their operands are not known")
-    return Capture(batches, run.engine.placed, fixed=True)

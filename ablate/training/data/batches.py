@@ -12,15 +12,6 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, context]; the targets are the tokens one position later."""
 
 
-def indices(seed: int, step: int, micro_batch: int, count: int, below: int) -> Tensor:
-    """Return the numbers of a batch's samples, drawn with replacement from `below`: int64 [count]."""
-    counter = torch.zeros(4, count, dtype=torch.int64)
-    counter[0] = torch.arange(count)
-    counter[1], counter[2] = step, micro_batch
-    words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
-    return (words[0] << 31 | words[1] >> 1) % below
-
-
 def training_batch(
     corpus: Corpus, seed: int, step: int, micro_batch: int, sequences: int, context: int
 ) -> Batch:
@@ -28,7 +19,11 @@ def training_batch(
 
     The text has more tokens than `context`. ValueError for an id beyond the vocabulary.
     """
-    starts = indices(seed, step, micro_batch, sequences, len(corpus.train) - context)
+    counter = torch.zeros(4, sequences, dtype=torch.int64)
+    counter[0] = torch.arange(sequences)
+    counter[1], counter[2] = step, micro_batch
+    words = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
+    starts = (words[0] << 31 | words[1] >> 1) % (len(corpus.train) - context)
     return _windows(corpus, corpus.train, starts.tolist(), context)
 
 

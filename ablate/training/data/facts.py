@@ -3,12 +3,9 @@
 from typing import TypedDict
 
 from ablate.errors import redact
-from ablate.training.data import hub, sources
+from ablate.training.data import hub
 from ablate.training.data.corpus import open_corpus
 from ablate.training.data.sources import HubText, TextSource
-
-KINDS = (str, *sources.KINDS.values())
-"""Types of the sources that `facts` describes."""
 
 
 class DataFacts(TypedDict):

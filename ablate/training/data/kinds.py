@@ -1,34 +1,12 @@
-"""The kind of a data source in a YAML file, by the key of its location; and its paths, made absolute.
+"""The paths of a data source: made absolute, and left out of a trial's identity."""
 
-Since the kind is decided first, an error in a source is reported for that kind alone.
-"""
-
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
-
-from pydantic import Discriminator
 
 from ablate.files import Json
 from ablate.numerics.spec import Spec
 
 T = TypeVar("T")
-
-
-def either(names: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminator:
-    """Return the discriminator of a union of sources, whose error lists all that a source may be.
-
-    The union's member of built-in names is tagged `word`, other classes by a field that only they have.
-    """
-
-    def kind(value: object) -> str | None:
-        if isinstance(value, str):
-            return "word" if value in names else None
-        keys = value if isinstance(value, dict) else [key for key in kinds if isinstance(value, kinds[key])]
-        return next((key for key in kinds if key in keys), None)
-
-    message = f"must be {' or '.join(names)}, or have one of the keys {', '.join(kinds)}"
-    return Discriminator(kind, custom_error_type="source", custom_error_message=message)
 
 
 def places(source: object) -> frozenset[str]:

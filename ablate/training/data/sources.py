@@ -2,10 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from ablate.numerics.spec import Spec
-from ablate.training.data.kinds import either
 from ablate.training.data.tokenisers import kind
 
 Tokenizer = Annotated[str, AfterValidator(lambda word: kind(word) and word)]
@@ -70,12 +69,33 @@ class PreparedText(Spec):
     prepared: str
 
 
-KINDS = {"train": Shards, "text": TextFiles, "dataset": HubText, "prepared": PreparedText}
+KINDS: dict[str, type[Spec]] = {
+    "train": Shards,
+    "text": TextFiles,
+    "dataset": HubText,
+    "prepared": PreparedText,
+}
+"""Classes of sources by a field that only they have, which is the tag of their kind."""
+
+
+def _kind_of(value: object) -> str | None:
+    """Return the tag of a source's kind. Since it is decided first, an error in a source is reported for that
+    kind alone."""
+    if isinstance(value, str):
+        return "word" if value in ("stdlib", "prose") else None
+    keys = value if isinstance(value, dict) else [key for key in KINDS if isinstance(value, KINDS[key])]
+    return next((key for key in KINDS if key in keys), None)
+
+
 TextSource = Annotated[
     Annotated[Literal["stdlib", "prose"], Tag("word")]
     | Annotated[Shards, Tag("train")]
     | Annotated[TextFiles, Tag("text")]
     | Annotated[HubText, Tag("dataset")]
     | Annotated[PreparedText, Tag("prepared")],
-    either(("stdlib", "prose"), KINDS),
+    Discriminator(
+        _kind_of,
+        custom_error_type="source",
+        custom_error_message=f"must be stdlib or prose, or have one of the keys {', '.join(KINDS)}",
+    ),
 ]

@@ -23,6 +23,7 @@ from ablate.recipes.recipe import Recipe, Run
 from ablate.training.hyperparameters import Training
 
 if TYPE_CHECKING:
+    from ablate.training.data.sources import TextSource
     from ablate.training.loop import PreparedRun, Record
     from ablate.training.models.source import Outline
     from ablate.training.own_code.exports import Exported
@@ -106,8 +107,8 @@ class Workload(Spec):
         return blocks_in(self.linear_layers)
 
     @property
-    def data_source(self) -> object | None:
-        """Source of its data, if that is one of `training.data`, for the ledger to describe."""
+    def data_source(self) -> TextSource | None:
+        """Source of its text, if it has one, for the ledger to describe."""
         return None
 
     @property

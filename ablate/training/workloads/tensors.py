@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.numerics.quantize import Operand
     from ablate.numerics.spec import Hadamard
+    from ablate.training.data.sources import TextSource
     from ablate.training.loop import Record
     from ablate.training.operand_errors import Operands
 
@@ -140,7 +141,7 @@ class Tensors(Workload):
         return "captured" in (self.x, self.w, self.g)
 
     @property
-    def data_source(self) -> object | None:
+    def data_source(self) -> TextSource | None:
         return self.capture.data if self.captured else None
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -93,7 +93,7 @@ class TextWorkload(Training, Workload):
         return self
 
     @property
-    def data_source(self) -> object:
+    def data_source(self) -> TextSource:
         return self.data
 
     @property
