@@ -96,8 +96,7 @@ def train_forks(
 
     def to_positions(missing: list[int]) -> Iterator[Record]:
         assert forks.trunk is not None
-        prepared = prepare(forks.trunk)
-        records = _train_trunk(prepared, config, missing, state, run, trunk)
+        records = _train_trunk(prepare(forks.trunk), config, missing, state, run, trunk)
         yield from (record for record in records if record.step > begun)
 
     missing = [p for p in sorted({window.position for window in left}) if not trunk.has(p)]

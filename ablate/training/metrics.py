@@ -218,18 +218,12 @@ def product_metrics(error: ProductError) -> dict[str, float]:
     """Return the metrics of one product of one layer: `gain` and `rel_l2`, and of each what the recipe gives
     (`_expected`), half the width of the interval around that (`_margin`), and the distance from it in
     half-widths (`_beyond`)."""
-    measured, own = error.measured, error.expected()
-    beyond = own.beyond(measured)
-    return {
-        "gain": measured.gain,
-        "gain_expected": own.gain,
-        "gain_margin": own.gain_margin,
-        "gain_beyond": beyond["gain"],
-        "rel_l2": measured.rel_l2,
-        "rel_l2_expected": own.rel_l2,
-        "rel_l2_margin": own.rel_l2_margin,
-        "rel_l2_beyond": beyond["rel_l2"],
-    }
+    own, result = error.expected(), dict[str, float]()
+    beyond = own.beyond(error.measured)
+    for name in PRODUCT_MEANS:
+        result[name], result[f"{name}_expected"] = getattr(error.measured, name), getattr(own, name)
+        result[f"{name}_margin"], result[f"{name}_beyond"] = getattr(own, f"{name}_margin"), beyond[name]
+    return result
 
 
 class SlotErrors(Probe):

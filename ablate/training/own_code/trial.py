@@ -422,13 +422,15 @@ class Trial:
         _restore_generators(saved["generators"])
 
     def _state(self) -> TrialState:
-        return {
+        state: TrialState = {
             "step": self._done + self._before,
             "objects": {name: part.state_dict() for name, part in self._stateful.items()},
             "conversions": [conversion.state_dict() for conversion in self._conversions],
             "generators": _generators(),
-            **({"guard": self._watch.state()} if self._watch else {}),
         }
+        if self._watch:
+            state["guard"] = self._watch.state()
+        return state
 
     def _flush(self, verdict: GuardDecision | None = None, origin: Origin | None = None) -> None:
         """Emit the metrics of the last step, with those that every trial has. Stopped if the trial ended."""

@@ -98,14 +98,11 @@ class Python(OwnCode):
             else:
                 hidden = own_source.hidden_files(code) if not self.sources else ()
                 yield from (("file", f"{place}: list such files under sources") for place in hidden)
-                yield from self._misfits(code)
+                if user_code.declares_config(code):
+                    from ablate.training.config_schema import misfits
 
-    def _misfits(self, code: Code) -> Iterator[tuple[str, str]]:
-        if not user_code.declares_config(code):
-            return
-        from ablate.training.config_schema import misfits
-
-        yield from ((".".join(("config", *place)), why) for place, why in misfits(code, self.config))
+                    for place, why in misfits(code, self.config):
+                        yield ".".join(("config", *place)), why
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""

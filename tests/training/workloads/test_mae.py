@@ -74,7 +74,7 @@ def test_as_many_patches_are_visible_as_the_ratio_leaves(patch, ratio, visible):
     ids=str,
 )
 def test_what_cannot_run_is_refused_with_its_reason(keys, said):
-    """Where the images' size is known before they are read, by the plan."""
+    """By the plan, for images whose size is known before they are read."""
     reasons = [f"{field}: {why}" for field, why in workload(**keys).problems()]
     assert [reason[: len(said) + 7] for reason in reasons] == [f"config.{said}"] * bool(said)
     if said:
