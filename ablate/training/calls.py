@@ -48,19 +48,13 @@ class Calls:
         draws random bits, and several of its calls wait."""
         calls = self._done.get((id(layer), True)) or self._done.get((id(layer), False)) or {present: False}
         waiting = [micro_batch for micro_batch, done in calls.items() if not done] or list(calls)
-        if len(waiting) > 1 and _draws(layer):
+        products = layer.products
+        turns = (products.fprop.hadamard, products.dgrad.hadamard, products.wgrad.hadamard)
+        turns_anew = any(turn and turn.signs == "per_call" for turn in turns)
+        if len(waiting) > 1 and (turns_anew or any(quant.draws for _, quant in products.quantised())):
             raise RuntimeError(
                 f"{layer.name}: {len(waiting)} forward passes of this layer wait for their backward passes,"
                 " and its activations are recomputed (checkpointing); which random bits to draw again is not"
                 " known. Call backward after each micro-batch, or do not checkpoint this layer"
             )
         return waiting[-1]
-
-
-def _draws(layer: EmulatedLinear) -> bool:
-    """Return True if a product of the layer draws other bits in each call."""
-    products = layer.products
-    turns = (products.fprop.hadamard, products.dgrad.hadamard, products.wgrad.hadamard)
-    return any(turn and turn.signs == "per_call" for turn in turns) or any(
-        quant.draws for _, quant in products.quantised()
-    )

@@ -220,12 +220,11 @@ class Checkpoints:
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file makes torch raise
-            why = (
-                str(error)
-                if isinstance(error, Damaged)
-                else f"{path}: cannot be read ({type(error).__name__}: {error})"
-            )
-            print(f"{why}; the trial goes on without it. It is kept as {self._put_aside(path)}", flush=True)
+            unread = f"{path}: cannot be read ({type(error).__name__}: {error})"
+            why = str(error) if isinstance(error, Damaged) else unread
+            aside = path.with_name(f"{path.name}.damaged")
+            path.replace(aside)
+            print(f"{why}; the trial goes on without it. It is kept as {aside}", flush=True)
             return None
 
     def _refuse(self, path: Path, about: Footer) -> None:
@@ -242,11 +241,6 @@ class Checkpoints:
                 f"the records of trial {about['trial']} up to step {about['step']} "
                 "are not those that it was left after",
             )
-
-    def _put_aside(self, path: Path) -> Path:
-        aside = path.with_name(f"{path.name}.damaged")
-        path.replace(aside)
-        return aside
 
 
 class Standing(NamedTuple):

@@ -300,8 +300,9 @@ class Finder(Probe):
         self.look("product", layer, result, product, "its operands are finite")
 
     def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        within = f"in {self._path[-1]}" if self._path and self._path[-1] else ""
         for number, tensor in enumerate(tree_leaves((args, kwargs))):
-            self.look("input" if name else "data", name or str(number), tensor, detail=_within(self._path))
+            self.look("input" if name else "data", name or str(number), tensor, detail=within)
         self._path.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
@@ -366,10 +367,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _finite(tensor: Tensor) -> bool:
     return bool(_local(tensor).isfinite().all())
-
-
-def _within(path: Sequence[str]) -> str:
-    return f"in {path[-1]}" if path and path[-1] else ""
 
 
 def first_operand(engine: Engine) -> Origin | None:

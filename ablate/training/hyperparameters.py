@@ -44,8 +44,6 @@ arms cannot be compared by them."""
 FINAL = frozenset(("flops/fp4_share",))
 """Metrics of `METRICS` that only the last record has."""
 
-_CLOSE = 1000
-"""Number of steps that are checked one by one for the first lower learning rate."""
 _SAFER = {"bf16": Products(), "fp8": fp8_current().products}
 
 
@@ -259,14 +257,11 @@ class Training(Spec):
         start = self._decay_from()
         if start is None:
             return None
-        near = range(max(1, math.floor(start) - 2), self.steps)  # rounding may shift the step by one
-        close, far = near[:_CLOSE], near[_CLOSE:]
-        lower = next((step for step in close if self.lr_at(step) < self.lr_at(step - 1)), None)
-        if lower is not None or not far:
-            return lower
-        level = self.lr_at(far[0] - 1)  # now the rate never rises, but may stay equal for many steps
-        index = bisect_left(far, True, key=lambda step: self.lr_at(step) < level)
-        return far[index] if index < len(far) else None
+        first = max(0, math.floor(start) - 3)  # rounding may shift the step by one
+        peak = max(range(first, min(first + 7, self.steps)), key=self.lr_at, default=0)
+        later = range(peak + 1, self.steps)  # the rate never rises, but it may stay equal for many steps
+        index = bisect_left(later, True, key=lambda step: self.lr_at(step) < self.lr_at(peak))
+        return later[index] if index < len(later) else None
 
     def _decay_from(self) -> float | None:
         if self.decay == "none" or (self.decay == "wsd" and self.decay_fraction == 0):

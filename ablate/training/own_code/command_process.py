@@ -144,14 +144,11 @@ class CommandProcess:
         self._refuse_failure(status)
 
     def _taken(self, texts: Mapping[str, Sequence[str]]) -> list[Line]:
-        self._copy(texts["errors"])
-        return _lines(texts)
-
-    def _copy(self, lines: Sequence[str]) -> None:
-        for line in lines:
+        for line in texts["errors"]:
             if line.strip():
                 self._errors.append(line)
             print(line, file=sys.stderr, flush=True)
+        return _lines(texts)
 
     def _refuse_failure(self, status: int) -> None:
         if status == 0:
