@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, get_type_hints
@@ -92,8 +93,9 @@ def _asked(code: Code, digest: str, question: object) -> dict[str, Any]:
     process, written = _processes[code, digest]
     assert process.stdin
     assert process.stdout
-    process.stdin.write(json.dumps(question) + "\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already, and its last words say why
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
     in_time = select.select([process.stdout], [], [], _SECONDS)[0]
     if line := process.stdout.readline() if in_time else "":
         found: dict[str, Any] = json.loads(line)
@@ -106,6 +108,9 @@ def _ended(process: subprocess.Popen[str], errors: IO[str]) -> str:
     """End a process, and return what it wrote to standard error."""
     if errors.closed:
         return ""
+    with suppress(BrokenPipeError):
+        if process.stdin:
+            process.stdin.close()
     with process, errors:
         process.kill()
         errors.seek(0)

@@ -29,12 +29,8 @@ def adapt(
         return peft.get_peft_model(model, config).train()
 
 
-def merged(model: nn.Module) -> nn.Module:
-    """Return the model with its adapters, if any, merged into its weights in place."""
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-
-
 def save(model: nn.Module, folder: Path) -> None:
     """Write a model of `transformers`, or one from `adapt`, its adapters merged in place, into a folder that
     `transformers` loads and that is made if it does not exist. OSError if a file cannot be written."""
-    merged(model).save_pretrained(folder)
+    plain = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    plain.save_pretrained(folder)
