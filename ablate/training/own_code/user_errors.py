@@ -109,7 +109,7 @@ def described(error: BaseException) -> UserError | None:
         return inner
     cause: BaseException | None = error
     frames: list[FrameSummary] = []
-    while cause and not frames:
+    while cause is not None and not frames:
         frames = _users_frames(cause.__traceback__, isinstance(cause, OutsideStepError))
         cause = cause.__cause__
     if not frames:

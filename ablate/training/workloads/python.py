@@ -192,7 +192,7 @@ def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]
     """Return the metrics of a record of own code in a window. The last record has what the code logged under
     the window's name. Only the `longest` window's records have it under its own: curves of several windows
     would jump from one to the next."""
-    logged = {name for name in record.metrics if not is_added(name)}
+    logged = {name for name in record.metrics if not is_added(name) and name not in ENDINGS}
     kept = {name: value for name, value in record.metrics.items() if longest or name not in logged}
     if record.step == window.last:
         kept |= {window.metric(name): record.metrics[name] for name in logged}

@@ -25,10 +25,11 @@ from ablate.execution.supervisor import Supervisor
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
-from ablate.training.loop import Telemetry
+from ablate.training.fork_design import Window
+from ablate.training.loop import Record, Telemetry
 from ablate.training.own_code import user_code
 from ablate.training.trial_run import TrialRun
-from ablate.training.workloads.python import Python
+from ablate.training.workloads.python import Python, in_window
 from ablate.verification.workload_checks import Runs, promises
 
 UNMEASURED = Telemetry(every=0, shadow=0, log=1)
@@ -498,6 +499,11 @@ def test_a_loss_beyond_its_guard_ends_the_trial_as_diverged(code):
     assert (last.step, last.metrics["guard/stopped"], last.verdict.cause.ratio) == (40, 40, 3)
     assert records(config.model_copy(update={"steps": 60, "guard_loss": 3.0}))[-1].step == 60
     assert "guard_loss" not in config.identity()
+
+
+def test_a_window_that_its_guard_ends_is_recorded_as_ended():
+    ended = Record(3, {"train/loss": 9.0, "guard/stopped": 3.0})
+    assert in_window(ended, Window(0, 4, 0), longest=False) == {"guard/stopped": 3.0}
 
 
 def test_a_function_reads_the_experiments_data_and_a_run_without_a_trial_leaves_no_files(
