@@ -30,7 +30,7 @@ from ablate.files import read_json
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
-from ablate.training.data.scikit import scikit_datasets
+from ablate.training.data.corpus import scikit_datasets
 from ablate.training.data.sources import TextFiles, TextSource
 from ablate.training.data.tokenisers import FILE as TOKENISER
 from ablate.training.operand_errors import Batch, Operands, Stream

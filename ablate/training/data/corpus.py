@@ -1,6 +1,7 @@
 """Text as tokens: opens each source of text as a `Corpus`, tokenising it if that has not been done yet."""
 
 import hashlib
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -13,7 +14,6 @@ import numpy as np
 
 from ablate.cache import kept, root
 from ablate.training.data import documents, jobs, prepared, shards
-from ablate.training.data.scikit import scikit_datasets
 from ablate.training.data.shards import Tokens
 from ablate.training.data.sources import HubText, PreparedText, Shards, TextFiles, TextSource
 
@@ -117,6 +117,15 @@ def _stdlib(library: Path) -> Iterator[tuple[str, bytes, int]]:
         content = (library / name).read_bytes()
         held = hashlib.sha256(name.encode()).digest()[0] % _VALIDATION_SHARE == 0
         yield name, content, 0 if held else len(content)
+
+
+def scikit_datasets() -> Path:
+    """Return scikit-learn's folder of data files, without importing it, which takes seconds. OSError if it is
+    not installed."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise OSError("scikit-learn is not installed, which brings this data: `pip install scikit-learn`")
+    return Path(package.submodule_search_locations[0], "datasets")
 
 
 def _prose(folder: Path) -> Iterator[tuple[str, bytes, int]]:

@@ -164,15 +164,9 @@ class Finetune(TextWorkload):
         return fields
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data, of the base's data, and of a named model's weights."""
-        from ablate.training.models.source import fingerprint
-
-        parts = [
-            super().fingerprint(),
-            fingerprint(self.model),
-            self._pretraining(self.base).fingerprint() if self.base else "",
-        ]
-        return "-".join(filter(None, parts))
+        """Return the fingerprint of the data, of a named model's weights, and of the base's data."""
+        own = super().fingerprint()
+        return f"{own}-{self._pretraining(self.base).fingerprint()}" if self.base else own
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
         perplexity = (

@@ -196,13 +196,6 @@ class Gpt(TextWorkload):
             other = (*_SHAPE, "model")
         return {name: value for name, value in fields.items() if name not in other}
 
-    def fingerprint(self) -> str:
-        if not isinstance(self.model, str):
-            return super().fingerprint()
-        from ablate.training.models.source import fingerprint
-
-        return f"{super().fingerprint()}-{fingerprint(self.model)}"
-
     def parameters(self) -> int:
         """Return the number of weights in the blocks' matrices; of all weights of a `transformers` model."""
         if self.model is not None:
