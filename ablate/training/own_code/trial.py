@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from ablate.training.checkpoints import RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
 from ablate.training.conversion_options import ConversionOptions
 from ablate.training.first_nonfinite import Origin
-from ablate.training.fork_design import parts_of
+from ablate.training.fork_design import Window, parts_of
 from ablate.training.guard import GuardDecision, GuardState, Watch
 from ablate.training.loop import Record, move_by_ulp
 from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED, part_metric
@@ -88,15 +88,6 @@ class TrialState(TypedDict):
     guard: NotRequired[GuardState]
 
 
-class TrialWindow(NamedTuple):
-    """Window of a forked design that one call of the function trains."""
-
-    begun: int
-    """Steps that the trial counts before its first."""
-    anneal: bool
-    """True if the rate falls to zero within it."""
-
-
 class Stopped(BaseException):
     """The sweep has ended this trial; raised in the user's function at its next call of the trial."""
 
@@ -139,7 +130,7 @@ class Trial:
         data: tuple[Path, ...] = (),
         start: Path | None = None,
         saved: TrialState | None = None,
-        window: TrialWindow | None = None,
+        window: Window | None = None,
         watch: Watch | None = None,
     ) -> None:
         self.recipe, self.seed, self.config = trial_run.recipe, trial_run.seed, Config(config)
@@ -152,6 +143,8 @@ class Trial:
         self._saved, self._window, self._twin, self._watch = saved, window, trial_run.twin, watch
         if watch and saved and "guard" in saved:
             watch.restore(saved["guard"])
+        self._anneals = bool(window and trial_run.forks and trial_run.forks.anneal)
+        """True if the rate falls to zero within the window of a forked design that this run trains."""
         self._before = window.begun if window else 0
         """Steps that the trial counts before the first of this run."""
         self._first = saved["step"] - self._before if saved else 0
@@ -175,7 +168,7 @@ class Trial:
         start}`).
         """
         self._rates.add(self._done)
-        return 1 - self._done / self.max_steps if self._window and self._window.anneal else 1.0
+        return 1 - self._done / self.max_steps if self._anneals else 1.0
 
     @property
     def forked(self) -> bool:
@@ -370,7 +363,7 @@ class Trial:
                 "the training function took no step: put each step inside `with trial.step():`"
             )
         steps = self._done - self._first
-        if self._window and self._window.anneal and len(self._rates) < steps - 1:
+        if self._anneals and len(self._rates) < steps - 1:
             raise RuntimeError(
                 f"the training function read trial.lr_factor in {len(self._rates)} of {steps} steps: in a"
                 " forked design its learning rate must be multiplied by trial.lr_factor in every step, to"

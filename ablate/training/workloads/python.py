@@ -139,17 +139,14 @@ class Python(OwnCode):
                     return
 
     def _call(self, run: TrialRun, saved: RunState | None, window: Window | None = None) -> Iterator[Record]:
-        from ablate.training.own_code.trial import Trial, TrialState, TrialWindow, emitted, seeded
+        from ablate.training.own_code.trial import Trial, TrialState, emitted, seeded
 
         code = self._code
         own_source.drop_old_bytecode(own_source.files_of(code, self.sources))
         watch = own_source.Watch(self.files())
         function, declared = own_source.load(code), user_code.declares_config(code)
         watch.refuse(_LISTED)
-        length, own = self.length, None
-        if window and run.forks:
-            length = Run(window.steps, self.tokens_per_step)
-            own = TrialWindow(window.begun, run.forks.anneal)
+        length = Run(window.steps, self.tokens_per_step) if window else self.length
         start = Path(self.start).expanduser() if self.start else None
         data = tuple(Path(name).expanduser() for name in self.data)
         state = cast("TrialState | None", saved)  # checkpoints hold what a workload gave
@@ -157,7 +154,7 @@ class Python(OwnCode):
         def work(emit: Callable[[Record], None]) -> None:
             with seeded(run.seed), TemporaryDirectory() as scratch:
                 folder = run.checkpoints.artifacts if run.checkpoints else Path(scratch)
-                trial = Trial(run, self.config, length, emit, folder, data, start, state, own, self.watch)
+                trial = Trial(run, self.config, length, emit, folder, data, start, state, window, self.watch)
                 with _explained(run.device, code.path.parent):
                     if declared:
                         from ablate.training.config_schema import built
