@@ -204,16 +204,15 @@ class Finetune(TextWorkload):
         parts = (partial(part, clock, DTYPES[recipe.dtype]) for part in (loss, logits))
         return Subject(model, *parts)
 
-    def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
+    def with_adapters(self, model: nn.Module, clock: Clock) -> nn.Module:
         if self.lora is None:
-            return subject
+            return model
         from ablate.training.models.adapters import adapt
         from ablate.training.models.described import matching
 
         lora = self.lora
         names = matching(lora.targets, self.linears)
-        model = adapt(subject.model, names, lora.rank, lora.alpha, lora.dropout, clock.seed)
-        return subject._replace(model=model)
+        return adapt(model, names, lora.rank, lora.alpha, lora.dropout, clock.seed)
 
     def leave(self, run: PreparedRun, folder: Path) -> None:
         if self.save:

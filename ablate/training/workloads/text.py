@@ -184,10 +184,10 @@ class TextWorkload(Training, Workload):
         training loop later sets the clock to every step. OSError if the data or the model cannot be read;
         ValueError if they are damaged, or do not fit together."""
 
-    def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
-        """Return the subject, whose layers an engine has converted, with modules around these layers
+    def with_adapters(self, model: nn.Module, clock: Clock) -> nn.Module:
+        """Return the model, whose layers an engine has converted, with modules around these layers
         (adapters), drawn from the clock's seed; by default unchanged."""
-        return subject
+        return model
 
     def leave(self, run: PreparedRun, folder: Path) -> None:
         """Save files for people, in a folder that may not exist, after a run that did not diverge; by default
@@ -222,22 +222,22 @@ class TextWorkload(Training, Workload):
         from ablate.training.loop import PreparedRun
 
         clock = Clock(seed)
-        subject = self.subject(recipe, clock, torch.device(device))
-        driver = converter(engine)(subject.model, recipe, clock)
+        model, loss, logits = self.subject(recipe, clock, torch.device(device))
+        driver = converter(engine)(model, recipe, clock)
         if self.recompute:
-            recompute(subject.model, driver)
-        subject = self.with_adapters(subject, clock)
+            recompute(model, driver)
+        model = self.with_adapters(model, clock)
         if self.compile:
             from ablate.engines.compiled import compile_model
 
-            compile_model(subject.model, driver)
-        shard(subject.model, driver)
+            compile_model(model, driver)
+        shard(model, driver)
         return PreparedRun(
-            subject.model,
+            model,
             driver,
             *self.windows(seed, torch.device(device)),
-            subject.loss and partial(subject.loss, subject.model),
-            partial(subject.logits, subject.model),
+            loss and partial(loss, model),
+            partial(logits, model),
             {name: reading(name) for name in self.evaluate},
         )
 
