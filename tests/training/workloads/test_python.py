@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from ablate.execution.supervisor import Supervisor
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
+from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Window
 from ablate.training.loop import Record, Telemetry
 from ablate.training.own_code import user_code
@@ -499,6 +501,23 @@ def test_a_loss_beyond_its_guard_ends_the_trial_as_diverged(code):
     assert (last.step, last.metrics["guard/stopped"], last.verdict.cause.ratio) == (40, 40, 3)
     assert records(config.model_copy(update={"steps": 60, "guard_loss": 3.0}))[-1].step == 60
     assert "guard_loss" not in config.identity()
+
+
+def test_a_resumed_trial_has_the_losses_that_its_guard_compares_with(code):
+    config = body(
+        code,
+        before="trial.checkpoint(model=model)",
+        after='trial.log({"train/loss": 3.0 if step == 39 else 1.0})',
+    ).model_copy(update={"steps": 60, "guard_loss": 2.0})
+
+    def run() -> Iterator[Record]:
+        checkpoints = Checkpoints(code / "checkpoint.pt", "trial", 0)
+        return config.records(TrialRun(PRESETS["bf16"](), 0, "emulated", "cpu", UNMEASURED, checkpoints))
+
+    assert next(record.step for record in run() if record.step == 20) == 20
+    resumed = list(run())
+    assert (resumed[0].step > 15, resumed[-1].step) == (True, 40)
+    assert resumed[-1].metrics["guard/stopped"] == 40
 
 
 def test_a_window_that_its_guard_ends_is_recorded_as_ended():
