@@ -260,6 +260,6 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
             " the model and backward() within trial.step()"
         )
     del batches[0]
-    names = [operands.layer for operands in batches[0]]
+    names = [operands.layer for operands in reversed(batches[0])]  # the backward pass begins at the end
     numbered = all(block_name(name) for name in names)
     return Capture(batches, located(dict.fromkeys(names, ("Linear",))) if numbered else ())

@@ -262,6 +262,17 @@ def test_a_training_function_gives_the_operands_of_its_steps(tmp_path):
     assert not torch.equal(first.w, second.w)  # it trains
 
 
+def test_layers_of_a_training_function_are_in_the_models_order(tmp_path):
+    """The backward pass, which gives the operands, begins with the last block."""
+    file = tmp_path / "mine.py"
+    two = TRAINING.replace(
+        "ModuleList([block])", "ModuleList([block, torch.nn.Sequential(torch.nn.Linear(16, 16))])"
+    )
+    file.write_text(two.replace("block(torch.randn(8, 32))", 'model["blocks"][1](block(torch.randn(8, 32)))'))
+    found = of_workload(Python(file=str(file)), "--python mine.py", 1)
+    assert [(layer.name, layer.block) for layer in found.layers] == [("blocks.0.0", 0), ("blocks.1.0", 1)]
+
+
 def test_a_function_with_a_long_loop_of_its_own_is_stopped_behind_its_steps(tmp_path):
     """It gives the same operands as one that takes its steps from the trial."""
     file, taken, loop = tmp_path / "mine.py", tmp_path / "taken", "for _ in trial.steps():"
