@@ -25,7 +25,7 @@ from ablate.numerics.philox import Clock
 from ablate.recipes.layers import block_name
 from ablate.training.data.hub import quiet
 from ablate.training.models import drawn, quietly
-from ablate.training.models.described import HINT, ModelSource, Outline, resolve
+from ablate.training.models.source import HINT, ModelSource, Outline, resolve
 
 with quietly(), without_gpus():
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""A model of `transformers` as an experiment names it: files, fingerprint, outline, names. Torch-free."""
+"""The cached outline of a model of `transformers`, and globs on the names of its layers. Torch-free."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,68 +6,19 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import NamedTuple
 
-from ablate.cache import digest, key_of, remembered
+from ablate.cache import key_of, remembered
 from ablate.errors import one_line
 from ablate.recipes.layers import Layer
-from ablate.training.data.hub import commit_of
 from ablate.training.models import library
+from ablate.training.models.source import ModelSource, Outline, fingerprint
 
-ModelSource = str | Mapping[str, object]
-"""A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
-HINT = (
-    "give a folder with config.json,"
-    " or a small configuration such as {model_type: qwen3, hidden_size: 64, num_hidden_layers: 2}"
-)
 _MOST = {"layers": 1024, "n_layer": 1024, "blocks": 1024, "experts": 1 << 14}
 """Largest numbers of modules to build: fields of a configuration whose names, up to `_per_`, end so."""
 _LARGEST = 1 << 40
 """Largest value of any other field."""
 _VERSION = 4
 """Raise by hand when the same model would have another outline."""
-
-
-class Outline(NamedTuple):
-    """Shape of a model, without its weights."""
-
-    layers: tuple[Layer, ...]
-    """Layers that a recipe applies to."""
-    parameters: int
-    vocab: int
-    context: int | None
-    """Length of the longest sequence that it has positions for; None: no limit."""
-    covered: float
-    """Share of the weights in its matrices, except embeddings, that are in `layers`."""
-    largest_uncovered: str | None
-    """Name of the largest of the other matrices, and why it is left; None if there are none."""
-    features: Mapping[str, int]
-    """Numbers of input and output features of `layers`: each number once, keyed by one that has it
-    (`... mlp.up in`)."""
-
-
-def resolve(source: str) -> tuple[Path | None, str | None]:
-    """Return the local folder or file of a name and None, or None and its commit on the hub. OSError if
-    neither exists, or the hub cannot be reached."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return path, None
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise OSError(f"model {source}: no such folder or file; {HINT}")
-    return None, commit_of("model", source, HINT)
-
-
-def fingerprint(source: ModelSource) -> str:
-    """Return a model's identity: the digest of its files, or its commit on the hub; empty for a
-    configuration, which has no weights. OSError if the model cannot be found."""
-    if not isinstance(source, str):
-        return ""
-    path, revision = resolve(source)
-    if path is None:
-        return revision or ""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return digest([file for file in files if file.suffix in (".json", ".safetensors", ".bin")])
 
 
 def outline(source: ModelSource, vocab: int | None = None) -> Outline:

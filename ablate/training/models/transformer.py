@@ -5,7 +5,7 @@ mixture of experts of either (mixture.py), untied head, no biases.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,45 @@ from ablate.numerics.product import linear
 from ablate.training import cuda_arithmetic
 from ablate.training.models.mixture import Experts, Mixture, Router
 
-if TYPE_CHECKING:
-    from ablate.training.workloads.gpt import Gpt
+
+class MixtureShape(Protocol):
+    """Numbers of a mixture of experts, as `workloads.gpt.MixtureOfExperts` has them."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def auxiliary(self) -> float: ...
+
+
+class TransformerShape(Protocol):
+    """Sizes of a `Transformer`, as a `Gpt` workload has them."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def hidden_width(self) -> int: ...
+    @property
+    def kv_heads(self) -> int | None: ...
+    @property
+    def mlp(self) -> str: ...
+    @property
+    def experts(self) -> MixtureShape | None: ...
+    @property
+    def expert_width(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def deterministic(self) -> bool: ...
 
 
 class Norm(nn.Module):
@@ -110,7 +147,7 @@ class MixtureBlock(Block):
         return x + y, imbalance
 
 
-def block_of(shape: "Gpt") -> Block:
+def block_of(shape: TransformerShape) -> Block:
     """Return a block with the attention, and the MLP or mixture of experts, that the shape names."""
     attention = Attention(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.deterministic)
     if shape.experts is None:
@@ -132,10 +169,10 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        shape: "Gpt",
+        shape: TransformerShape,
         vocab: int,
         dtype: torch.dtype,
-        block: Callable[["Gpt"], Block] = block_of,
+        block: Callable[[TransformerShape], Block] = block_of,
     ) -> None:
         super().__init__()
         self.dtype = dtype

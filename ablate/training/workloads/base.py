@@ -25,7 +25,7 @@ from ablate.training.hyperparameters import Training
 if TYPE_CHECKING:
     from ablate.training.data.sources import TextSource
     from ablate.training.loop import PreparedRun, Record
-    from ablate.training.models.described import Outline
+    from ablate.training.models.source import Outline
     from ablate.training.own_code.exports import Exported
     from ablate.training.trial_run import TrialRun
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.data.batches import Batch
     from ablate.training.loop import PreparedRun, Record, Twin
-    from ablate.training.models.described import Outline
+    from ablate.training.models.source import Outline
     from ablate.training.trial_run import Telemetry, TrialRun
 
 
@@ -163,7 +163,7 @@ class TextWorkload(Training, Workload):
         """Return the fingerprint of the data, and of a model that is a folder or a name on a hub."""
         if not isinstance(self.model, str):
             return self.corpus.fingerprint
-        from ablate.training.models.described import fingerprint
+        from ablate.training.models.source import fingerprint
 
         return f"{self.corpus.fingerprint}-{fingerprint(self.model)}"
 
