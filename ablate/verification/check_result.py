@@ -1,6 +1,6 @@
 """Row of a check: subject, measured and expected value, and functions that compare the two."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -30,6 +30,8 @@ class Check:
     run: Callable[[], Iterable[Row]]
     only: Literal["full", "fast"] | None = None
     title: str = ""
+    family: str | None = None
+    """Family of formats that an engine is compared in; None: all of them."""
 
     @property
     def name(self) -> str:
@@ -42,6 +44,22 @@ class Check:
             yield from self.run()
         except Exception as error:
             yield Row(self.name, f"{type(error).__name__}: {error}", "no exception", False)
+
+
+def by_group(
+    checks: Sequence[Check], show: Callable[[str], object] | None = None
+) -> Iterator[tuple[str, list[tuple[Check, Row]]]]:
+    """Run checks; yield each heading with its rows, each beside its check, once they are complete. `show`
+    receives the check that begins, as text in rich's markup."""
+    for group in dict.fromkeys(check.group for check in checks):
+        rows: list[tuple[Check, Row]] = []
+        for number, check in enumerate(checks, 1):
+            if check.group == group:
+                if show:
+                    show(f"[dim]{number} of {len(checks)}[/] {group}: {check.name} ...")
+                rows += [(check, row) for row in check.rows()]
+        if rows:
+            yield group, rows
 
 
 def present(value: T | None) -> T:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ablate.engines import emulated
 from ablate.engines.hardware import installed
@@ -25,18 +25,16 @@ from ablate.numerics.hadamard import rotate
 from ablate.numerics.kernels import builds
 from ablate.numerics.philox import Clock, philox, random_bits, site
 from ablate.numerics.product import alpha, product
-from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.quantize import quantize
 from ablate.numerics.rounding import nearest, stochastic
 from ablate.numerics.scaling import block_scales, element_scales, encode_scale, round_scale
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
 from ablate.numerics.stored import MAGNITUDES, pack, store_one, unpack
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.recipe import Phase, Run
-from ablate.verification import machine, peers, resumed_trial
+from ablate.verification import check_result, machine, peers, resumed_trial
 from ablate.verification.check_result import Check, Row, below, equal, near, normal, present, same
 from ablate.verification.error_checks import ROOM, biased, figures, four_over_six, relative_error, unbiased
-
-# --- this machine ---------------------------------------------------------------------------------
 
 
 def hardware() -> Iterator[Row]:
@@ -47,9 +45,8 @@ def hardware() -> Iterator[Row]:
 def presets() -> Iterator[Row]:
     """Run every preset through two small blocks, forward and backward, on the emulated engine."""
     bad = [name for name, preset in PRESETS.items() if not _runs(preset())]
-    summary = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (
-        f", not {', '.join(bad)}" if bad else ""
-    )
+    summary = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets"
+    summary += f", not {', '.join(bad)}" * bool(bad)
     yield Row("engine emulated runs", summary, f"all {len(PRESETS)}", not bad)
 
 
@@ -70,9 +67,6 @@ def _runs(recipe: Recipe) -> bool:
     return all(bool(z.isfinite().all()) for z in (y, x.grad, *(part.grad for part in blocks.parameters())))
 
 
-# --- formats and rounding -------------------------------------------------------------------------
-
-
 def ties() -> Iterator[Row]:
     """Check that halfway points are rounded to the even code, for both signs."""
     y, e2m1 = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]), ELEMENTS["e2m1"]
@@ -82,24 +76,18 @@ def ties() -> Iterator[Row]:
         )
     beyond = torch.tensor([6.01, 7.0, 1e30, math.inf, -7.0])
     yield equal("beyond 6", " ".join(f"{v:g}" for v in nearest(beyond, e2m1).tolist()), "6 6 6 6 -6")
-    yield equal(
-        "fp32 subnormals are kept",
-        f"{(torch.full((64,), 2.0**-140) * 1.0).amin().item():.3g}",
-        f"{2.0**-140:.3g}",
-    )
+    least = (torch.full((64,), 2.0**-140) * 1.0).amin().item()
+    yield equal("fp32 subnormals are kept", f"{least:.3g}", f"{2.0**-140:.3g}")
 
 
 def grids() -> Iterator[Row]:
     """Compare casts with a search through all codes, and with torch's casts."""
     y = torch.arange(-8192, 8193) / 1024
     codes = torch.tensor(MAGNITUDES)
-    distance = (y.abs().unsqueeze(1) - codes).abs() * 4096 + torch.arange(
-        8
-    ) % 2  # multiples of 4, and 1 more for an odd code
-    yield same(
-        "E2M1 to nearest, against a search",
-        (nearest(y, ELEMENTS["e2m1"]), codes[distance.argmin(1)] * y.sign()),
-    )
+    odd = torch.arange(8) % 2
+    distance = (y.abs().unsqueeze(1) - codes).abs() * 4096 + odd  # multiples of 4, and 1 for an odd code
+    found = codes[distance.argmin(1)] * y.sign()
+    yield same("E2M1 to nearest, against a search", (nearest(y, ELEMENTS["e2m1"]), found))
     scales = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
     theirs = scales.clamp(max=448).to(torch.float8_e4m3fn).float()
     yield same("E4M3 block scales, against torch", (round_scale(scales, BlockScale()), theirs))
@@ -117,9 +105,6 @@ def draws() -> Iterator[Row]:
         yield same(f"share rounded from {low:g} to {high:g}", (up, torch.floor(256 * position[:, 0])))
 
 
-# --- two-level scaling ----------------------------------------------------------------------------
-
-
 def scaling() -> Iterator[Row]:
     """Compare the scales with Transformer Engine's order of operations in NumPy, one fp32 rounding each."""
     g = torch.Generator().manual_seed(2)
@@ -132,10 +117,8 @@ def scaling() -> Iterator[Row]:
     yield same("block scales, in the right order", (ours, scale))
     with np.errstate(divide="ignore"):
         factor = np.minimum(one / (scale.numpy() * (one / outer)), np.finfo(np.float32).max)
-    yield same(
-        "1 / (s (1 / S)) by true division",
-        (element_scales(ours, encode_scale(amax, Quant())), torch.from_numpy(factor)),
-    )
+    mine = element_scales(ours, encode_scale(amax, Quant()))
+    yield same("1 / (s (1 / S)) by true division", (mine, torch.from_numpy(factor)))
 
 
 def awkward() -> Iterator[Row]:
@@ -144,30 +127,20 @@ def awkward() -> Iterator[Row]:
     yield same("a tensor of zeros stays zero", (zero.dequantize(), torch.zeros(4, 32)))
     x = torch.cat((torch.full((1, 16), 1e-6), torch.ones(1, 16)), dim=1)
     small = quantize(x, Quant(), keep=True)
-    description = (
-        f"code {present(small.codes)[0, 0]:g}, decoded {small.dequantize()[0, 0]:g}, neighbour"
-        f" {small.dequantize()[0, 16]:g}"
-    )
+    decoded = small.dequantize()[0]
+    description = f"code {present(small.codes)[0, 0]:g}, decoded {decoded[0]:g}, neighbour {decoded[16]:g}"
     yield equal("a block whose scale rounds to zero", description, "code 6, decoded 0, neighbour 1")
     steps = torch.arange(1, 8.0)
     top = torch.cat((torch.tensor([2688.0]), steps * 6 / 512)).repeat_interleave(16).view(1, -1)
     scales = present(quantize(top, Quant()).block_scale).flatten()[1:] * 512
-    yield equal(
-        "subnormal block scales, times 2^9", " ".join(f"{v:g}" for v in scales.tolist()), "1 2 3 4 5 6 7"
-    )
-    yield equal(
-        "the largest block scale",
-        f"{present(quantize(normal(64, 64), Quant()).block_scale).amax().item():g}",
-        "448",
-    )
+    steps_text = " ".join(f"{v:g}" for v in scales.tolist())
+    yield equal("subnormal block scales, times 2^9", steps_text, "1 2 3 4 5 6 7")
+    largest = present(quantize(normal(64, 64), Quant()).block_scale).amax().item()
+    yield equal("the largest block scale", f"{largest:g}", "448")
     order = torch.arange(1.0, 1001).view(10, 100).flip(1)
-    percentiles = [
-        present(quantize(order, Quant(outer=Outer(statistic=f"percentile:{p}"))).amax).item()
-        for p in (0.07, 0.9985, 1.0)
-    ]
-    yield equal(
-        "percentiles .07, .9985, 1 of 1 ... 1000", " ".join(f"{v:g}" for v in percentiles), "70 999 1000"
-    )
+    percentiles = (Quant(outer=Outer(statistic=f"percentile:{p}")) for p in (0.07, 0.9985, 1.0))
+    amaxes = " ".join(f"{present(quantize(order, quant).amax).item():g}" for quant in percentiles)
+    yield equal("percentiles .07, .9985, 1 of 1 ... 1000", amaxes, "70 999 1000")
 
 
 def nonfinite() -> Iterator[Row]:
@@ -179,12 +152,8 @@ def nonfinite() -> Iterator[Row]:
             x[3, 5] = bad
             seen += not present(quantize(x, quant).largest).isfinite()
         clean = bool(present(quantize(normal(32, 64), quant).largest).isfinite())
-        alarm = "no" if clean else "a"
-        yield equal(
-            f"NaN, Inf, -Inf under {name}",
-            f"{seen} of 3 seen, {alarm} false alarm",
-            "3 of 3 seen, no false alarm",
-        )
+        measured = f"{seen} of 3 seen, {'no' if clean else 'a'} false alarm"
+        yield equal(f"NaN, Inf, -Inf under {name}", measured, "3 of 3 seen, no false alarm")
 
 
 def kernels() -> Iterator[Row]:
@@ -203,15 +172,8 @@ def kernels() -> Iterator[Row]:
                 with builds.using(None):
                     theirs = quantize(z, quant, rotation=rotation, clock=Clock(1))
                 pairs += [(mine.values, theirs.values), (present(mine.largest), present(theirs.largest))]
-    yield same(
-        f"compiled quantisers of {len(operands)} operands, against the reference"
-        if builds.build()
-        else "no compiled quantisers: the reference, again",
-        *pairs,
-    )
-
-
-# --- rotation and products ------------------------------------------------------------------------
+    compiled = f"compiled quantisers of {len(operands)} operands, against the reference"
+    yield same(compiled if builds.build() else "no compiled quantisers: the reference, again", *pairs)
 
 
 def rotations() -> Iterator[Row]:
@@ -238,21 +200,16 @@ def copies() -> Iterator[Row]:
     there, back = (quantize(z, Quant(block="16x16")).dequantize() for z in (w, w.t()))
     yield same("Q(W)ᵀ = Q(Wᵀ) with 16x16 blocks", (there.t(), back))
     there, back = (quantize(z, Quant()).dequantize() for z in (w, w.t()))
-    yield near(
-        "Q(W)ᵀ and Q(Wᵀ) differ with 1x16, x 1e3", relative_error(there.t(), back), 17.0, 0.02, "the sample"
-    )
-
-
-def _operands() -> tuple[Operand, Operand]:
-    x, w = (normal(192, 1024, seed).bfloat16() for seed in (3, 4))
-    return quantize(3 * x, Quant(), keep=True), quantize(w / 30, Quant(block="16x16"), keep=True)
+    error = relative_error(there.t(), back)
+    yield near("Q(W)ᵀ and Q(Wᵀ) differ with 1x16, x 1e3", error, 17.0, 0.02, "the sample")
 
 
 def products() -> Iterator[Row]:
     """Compare operands, alpha and the product, rounded once, with double precision."""
-    a, b = _operands()
+    x, w = (normal(192, 1024, seed).bfloat16() for seed in (3, 4))
+    a, b = quantize(3 * x, Quant(), keep=True), quantize(w / 30, Quant(block="16x16"), keep=True)
     exact = [
-        present(o.codes).view(o.values.shape[0], -1, 16).double() * _row_scales(o).unsqueeze(2).double()
+        present(o.codes).view(o.values.shape[0], -1, 16).double() * peers.row_scales(o).unsqueeze(2).double()
         for o in (a, b)
     ]
     yield same(
@@ -272,12 +229,6 @@ def products() -> Iterator[Row]:
     differ = (product(a, b, torch.bfloat16) != y.to(torch.bfloat16)).double().mean().item()
     yield below("product in bf16, outputs an ulp off", differ, 1e-3, "order of additions")
 
-
-def _row_scales(operand: Operand) -> Tensor:
-    return present(operand.block_scale)[:, 0, :, 0].repeat_interleave(present(operand.quant).tile[0], 0)
-
-
-# --- randomness -----------------------------------------------------------------------------------
 
 KNOWN_ANSWERS = {
     "zeros": ((0,) * 4, (0,) * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -327,9 +278,8 @@ def threads() -> Iterator[Row]:
         results = []
         for number in (1, 2):
             torch.set_num_threads(number)
-            results.append(
-                quantize(x, quant, rotation=Hadamard(signs="per_step"), clock=Clock(7)).dequantize()
-            )
+            drawn = quantize(x, quant, rotation=Hadamard(signs="per_step"), clock=Clock(7))
+            results.append(drawn.dequantize())
     finally:
         torch.set_num_threads(thread_count)
     yield same("stochastic, on 1 thread and on 2", tuple(results))
@@ -341,9 +291,8 @@ def resumed(device: str) -> Iterator[Row]:
         return
     with tempfile.TemporaryDirectory() as folder:
         found = resumed_trial.difference(device, Path(folder))
-    what = (
-        f"a trial on {device}, stopped after steps {' and '.join(map(str, resumed_trial.STOPS))} and resumed"
-    )
+    stops = " and ".join(map(str, resumed_trial.STOPS))
+    what = f"a trial on {device}, stopped after steps {stops} and resumed"
     yield Row(what, found or "equal to the bit", "equal to the bit", not found)
 
 
@@ -360,14 +309,8 @@ def gpu_bits() -> Iterator[Row]:
     }
     for name, (quant, turn) in cases.items():
         here, there = (quantize(z, quant, rotation=turn, clock=Clock(7)) for z in (x, x.cuda()))
-        yield same(
-            f"{name}: processor and GPU",
-            (here.values, there.values.cpu()),
-            (here.block_scale, present(there.block_scale).cpu()),
-        )
-
-
-# --- schedules and stored tensors -----------------------------------------------------------------
+        scales = here.block_scale, present(there.block_scale).cpu()
+        yield same(f"{name}: processor and GPU", (here.values, there.values.cpu()), scales)
 
 
 def schedules() -> Iterator[Row]:
@@ -375,14 +318,8 @@ def schedules() -> Iterator[Row]:
     run = Run(steps=100, tokens_per_step=512, decay=80)
     turned = KNOBS["cooldown"].paths(0.1, Turn(PRESETS["nvfp4"]()))
     cooldown = Recipe.model_validate(PRESETS["nvfp4"]().model_dump() | dict(turned)).schedule[0].start
-    starts = {
-        "step:30": 30,
-        "tokens:4096": 8,
-        "fraction:0.07": 7,
-        "fraction:0.29": 29,
-        "decay": 80,
-        cooldown: 90,
-    }
+    starts = {"step:30": 30, "tokens:4096": 8, "fraction:0.07": 7, "fraction:0.29": 29, "decay": 80}
+    starts[cooldown] = 90
     for start, step in starts.items():
         recipe = PRESETS["nvfp4"]().model_copy(update={"schedule": (Phase(start=start),)})
         plain = [n for n in range(run.steps) if recipe.at(n, run).plain]
@@ -404,8 +341,6 @@ def stored() -> Iterator[Row]:
     yield same("both copies, packed and unpacked", *both)
     yield equal("bits an element of one copy", f"{8 * row.nbytes / x.numel():.3f}", "4.501")
 
-
-# --- other people's code --------------------------------------------------------------------------
 
 ORACLE = {"transformer_engine": "2.20.2"}
 """Package, and its version, that the numerics follow bit for bit. The fast run compares with no other."""
@@ -475,17 +410,9 @@ CHECKS = (
 
 
 def by_group(fast: bool, show: Callable[[str], object] | None = None) -> Iterator[tuple[str, list[Row]]]:
-    """Yield each heading with its rows once they are complete. `show` receives the check that begins, as text
-    in rich's markup."""
+    """Yield each heading with its rows, as `check_result.by_group` does."""
     # One thread, as in a trial. A second one gains little, and on a busy machine it waits for its core.
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]
-    for group in dict.fromkeys(check.group for check in checks):
-        rows: list[Row] = []
-        for number, check in enumerate(checks, 1):
-            if check.group == group:
-                if show:
-                    show(f"[dim]{number} of {len(checks)}[/] {check.group}: {check.name} ...")
-                rows += check.rows()
-        if rows:
-            yield group, rows
+    for group, pairs in check_result.by_group(checks, show):
+        yield group, [row for _, row in pairs]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.quantize import quantize
+from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.rounding import ROUNDINGS
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select
 from ablate.verification.check_result import Row, present
@@ -51,9 +51,6 @@ def shells(package: str, *subpackages: str) -> Iterator[None]:
 def shell(name: str, **attributes: object) -> None:
     """Put a module with these attributes alone into sys.modules."""
     vars(sys.modules.setdefault(name, ModuleType(name))).update(attributes)
-
-
-# --- comparison -----------------------------------------------------------------------------------
 
 
 @cache
@@ -102,10 +99,12 @@ def cast(element: str, theirs: Callable[[Tensor], Tensor]) -> Row:
 def quantized(quant: Quant, x: Tensor, rotation: Hadamard | None = None) -> Arrays:
     """Return code times block scale [rows, columns], and the block scales [rows, blocks]."""
     operand = quantize(x, quant, rotation=rotation)
-    return operand.values, present(operand.block_scale)[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
+    return operand.values, row_scales(operand)
 
 
-# --- Transformer Engine ---------------------------------------------------------------------------
+def row_scales(operand: Operand) -> Tensor:
+    """Return the block scales of each row, [rows, blocks]."""
+    return present(operand.block_scale)[:, 0, :, 0].repeat_interleave(present(operand.quant).tile[0], 0)
 
 
 class _Quantizer:
@@ -171,12 +170,8 @@ def transformer_engine() -> Iterator[Row]:
     yield _te_copies("NVFP4 1x16, transpose rotated by 16", Quant(), Hadamard())
     by_row = Quant(outer=Outer(granularity="row"))
     yield _te_copies("NVFP4 1x16, one amax a row", by_row, row_scaled_nvfp4=True)
-    for block, criterion, bound in (
-        ("1x16", "mae", 256),
-        ("1x16", "mse", 256),
-        ("1x16", "mse", 448),
-        ("16x16", "mae", 256),
-    ):
+    chosen = (("1x16", "mae", 256), ("1x16", "mse", 256), ("1x16", "mse", 448), ("16x16", "mae", 256))
+    for block, criterion, bound in chosen:
         select = Select(among="scales", criterion=criterion)
         quant = Quant(block=block, select=select, outer=Outer(bound=float(bound)))
         options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": bound, "nvfp4_4over6_err_mode": criterion}
@@ -187,9 +182,6 @@ def transformer_engine() -> Iterator[Row]:
         return te_values(codes, scales), scales
 
     yield compared("MXFP4 1x32, ceil", partial(quantized, mx("e2m1", "ceil")), mxfp4)
-
-
-# --- torchao and ml_dtypes ------------------------------------------------------------------------
 
 
 def torchao() -> Iterator[Row]:

@@ -86,8 +86,8 @@ def test_an_amax_that_forgets_negative_numbers_is_counted_over_all_tensors_and_s
     for number, x in enumerate(made):
         x[3, 5] = 50.0 * (-1) ** (number % 3 > 0)
     bench = Examination(Subject("s", cast=lambda x: nvfp4(x, amax=lambda x: x.amax())), PRESETS["nvfp4"]())
-    row = bench.judged("p", [bench.pair(bench.typed(x), bench.nearest) for x in made])
-    text, _ = first_wrong_stage(bench.failed["p"])
+    row = bench.judged([bench.pair(bench.typed(x), bench.nearest) for x in made])
+    text, _ = first_wrong_stage(bench.failed)
     assert row.outcome == Outcome.FAIL
     assert text.startswith("amax: 4 of 6 wrong")
     assert "all where the largest element is negative (100 % of those)" in text

@@ -33,7 +33,7 @@ from ablate.verification.conformance.numbers import (
     over_elements,
     read,
 )
-from ablate.verification.conformance.result import Block, Outcome, Row
+from ablate.verification.conformance.result import Block, Outcome, Row, decided
 from ablate.verification.conformance.subject import FUNCTIONS, Subject
 
 _SHOWN = 120
@@ -67,20 +67,33 @@ class Examination:
     subject: Subject
     recipe: Recipe
     seed: int = 0
-    failed: dict[str, list[Pair]] = field(default_factory=dict)
-    """Casts of each property that failed, some without a difference: their stages are measured."""
-    declarable: dict[str, list[Pair]] = field(default_factory=dict)
-    """Casts that a declared variant has to explain, by property, if they are not those that failed."""
-    forms: dict[str, str] = field(default_factory=dict)
-    """Form in which each property that failed would hold if it was declared, by `declared.FORMS`."""
-    cache: dict[str, Any] = field(default_factory=dict)
-    """Results that several properties use."""
+    name: str = ""
+    """Property that is examined."""
+    failed: list[Pair] = field(default_factory=list)
+    """Its casts if it failed, some without a difference: their stages are measured."""
+    declarable: list[Pair] = field(default_factory=list)
+    """Casts that a declared variant has to explain, if they are not those that failed."""
+    form: str = ""
+    """Form in which it would hold if it was declared, by `declared.FORMS`."""
+    drawn: Any = None
+    """Draws that several properties use, once they are made."""
+    explaining: list[tuple[str, ...]] = field(default_factory=list)
+    """Declarations that explained an earlier property."""
+    undeclared: int = 0
+    """Number of properties that no declaration explained."""
     refused: list[str] = field(default_factory=list)
     """Function of each property that ended because it raised, or returned something unreadable."""
     answered: set[str] = field(default_factory=set)
     """Functions of the properties that did not end so."""
 
-    # --- quantisers -------------------------------------------------------------------------------
+    def begin(self, name: str) -> None:
+        """Begin a property, of which nothing is known yet."""
+        self.name, self.failed, self.declarable, self.form = name, [], [], ""
+
+    @property
+    def declared_form(self) -> str | None:
+        """Form in which the subject declares that the property holds."""
+        return self.subject.variants.get(self.name)
 
     @property
     def nearest(self) -> Quant:
@@ -106,16 +119,11 @@ class Examination:
         raise NotApplicableError("the recipe rotates nothing")
 
     def _quant(self, fits: Callable[[Quant], bool]) -> Quant:
-        recipe = self.recipe
-        slots = (
-            *(recipe.fprop.x, recipe.wgrad.x, recipe.fprop.w, recipe.dgrad.w, recipe.dgrad.g, recipe.wgrad.g),
-        )
-        for quant in slots:
+        for slot in ("fprop.x", "wgrad.x", "fprop.w", "dgrad.w", "dgrad.g", "wgrad.g"):
+            quant = self.recipe.products.slot(slot)
             if quant is not None and fits(quant):
                 return quant.model_copy(update={"transform": None, "estimator": None, "source": "original"})
         raise NotApplicableError("the recipe has no such cast")
-
-    # --- inputs -----------------------------------------------------------------------------------
 
     def rows(self, wanted: int) -> int:
         """Return the number of rows at or above the wanted one that the subject takes."""
@@ -125,6 +133,10 @@ class Examination:
         """Return the number of columns at or above the wanted one: whole blocks that the subject takes."""
         step = math.lcm(self.subject.columns or 1, quant.tile[1] if quant else 16)
         return -(-wanted // step) * step
+
+    def size(self, rows: int, columns: int, quant: Quant | None = None) -> tuple[int, int]:
+        """Return numbers of rows and of columns at or above the wanted ones that the subject takes."""
+        return self.rows(rows), self.columns(columns, quant)
 
     def cut_short(self, quant: Quant, shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return those shapes, in sizes that the subject takes, whose last block is cut short; [] if it
@@ -148,9 +160,7 @@ class Examination:
 
     def normal(self, rows: int, columns: int, quant: Quant | None = None, seed: int = 0) -> Tensor:
         """Return a tensor of normal bf16 numbers of about this size; `seed` is added to the examination's."""
-        return self.typed(inputs.normal(self.rows(rows), self.columns(columns, quant), self.seed + seed))
-
-    # --- calls ------------------------------------------------------------------------------------
+        return self.typed(inputs.normal(*self.size(rows, columns, quant), self.seed + seed))
 
     def function(self, name: str) -> Callable[..., Any]:
         """Return one of the subject's functions. NotApplicableError if it has none."""
@@ -198,28 +208,23 @@ class Examination:
             raise NotApplicableError("the subject returns codes without a second level")
         return values, got
 
-    # --- comparison -------------------------------------------------------------------------------
-
     def pair(self, x: Tensor, quant: Quant, name: str = "cast", where: str = "", **more: Any) -> Pair:
         """Cast one tensor by the subject and by the recipe, and compare."""
         kept = x.clone()  # the subject may change x, and gets it as it is: a copy of a view is contiguous
         got = self.cast(x, quant, name, **more)
-        expected = reference(kept, quant)
-        return Pair(kept, got, expected, quant, differences(got, expected, quant.tile[1]), where)
+        return compared(kept, got, quant, where)
 
-    def judged(self, name: str, pairs: Sequence[Pair], detail: str = "") -> Row:
+    def judged(self, pairs: Sequence[Pair]) -> Row:
         """Return the row of some casts: failed if any differs, unless declared variants explain all."""
         cases = sum(pair.difference.cases for pair in pairs)
         wrong = [pair for pair in pairs if pair.difference.count]
         if not wrong:
-            return Row(name, Outcome.PASS, cases, 0, detail=detail)
+            return decided(cases, 0)
         if declared := explained_by_variants(words_of(self.subject.variants), wrong):
-            return Row(name, Outcome.VARIANT, cases, 0, detail=f"as declared: {declared}")
-        self.failed.setdefault(name, []).extend(pairs)
-        differing = sum(pair.difference.count for pair in wrong)
-        if all(_tied(pair) for pair in wrong):
-            detail = "; ".join(filter(None, (detail, "all that differ are ties, one step apart")))
-        return Row(name, Outcome.FAIL, cases, differing, first_block(wrong[0]), detail=detail)
+            return Row("", Outcome.VARIANT, cases, 0, detail=f"as declared: {declared}")
+        self.failed = list(pairs)
+        detail = "all that differ are ties, one step apart" if all(map(_tied, wrong)) else ""
+        return decided(cases, sum(pair.difference.count for pair in wrong), first_block(wrong[0]), detail)
 
 
 def _tied(pair: Pair) -> bool:
@@ -262,20 +267,21 @@ def reference(x: Tensor, quant: Quant) -> Numbers:
     return of_operand(quantize(x, quant, keep=True), *x.shape)
 
 
-# --- the first block that differs -----------------------------------------------------------------
+def compared(x: Tensor, got: Numbers, quant: Quant, where: str = "") -> Pair:
+    """Return the numbers of a subject's cast beside those of the recipe's."""
+    expected = reference(x, quant)
+    return Pair(x, got, expected, quant, differences(got, expected, quant.tile[1]), where)
 
 
-def judged(
-    name: str, differ: Tensor, x: Tensor | None, expected: Tensor, got: Tensor, where: str = ""
-) -> Row:
+def judged(differ: Tensor, x: Tensor | None, expected: Tensor, got: Tensor, where: str = "") -> Row:
     """Return the row of a comparison of two matrices, with the first element that differs. `differ`: mask of
     the elements that differ; `x`: input of each, if it has one; `where`: matrix in words, with a colon."""
     if not differ.any():
-        return Row(name, Outcome.PASS, differ.numel())
+        return decided(differ.numel(), 0)
     row, column = differ.nonzero()[0].tolist()
     source, one, other = (() if z is None else (float(z[row, column]),) for z in (x, expected, got))
     block = Block(f"{where}row {row}, column {column}", source, one, other)
-    return Row(name, Outcome.FAIL, differ.numel(), int(differ.sum()), block)
+    return decided(differ.numel(), int(differ.sum()), block)
 
 
 def first_block(pair: Pair) -> Block | None:
@@ -318,13 +324,13 @@ def _computed(numbers: Numbers, quant: Quant, row: int, columns: slice, parts: S
 
 
 def _scale_text(scale: Tensor, quant: Quant) -> str:
-    name = SCALES[quant.scale.format].dtype if quant.scale else None
+    name, text = SCALES[quant.scale.format].dtype if quant.scale else None, f"{float(scale):.6g}"
     if name is None or not name.startswith("float8"):
-        return f"{float(scale):.6g}"
+        return text
     stored = scale.to(getattr(torch, name))
     if float(stored) != float(scale):  # NaN, or a number that the format does not have
-        return f"{float(scale):.6g}"
-    return f"{float(scale):.6g} ({int(stored.view(torch.uint8)):#04x})"
+        return text
+    return f"{text} ({int(stored.view(torch.uint8)):#04x})"
 
 
 def expanded(numbers: Numbers, quant: Quant) -> Tensor:

@@ -50,11 +50,10 @@ class Findings:
     def table(self) -> str:
         """Rows that failed, a line each: property, differences, first wrong stage or detail."""
         lines = []
-        for row in self.rows:
-            if row.outcome == Outcome.FAIL:
-                place = f"first at {row.block.place}" if row.block else ""
-                parts = (f"FAIL {row.property}: {counts(row)}", row.stage or row.detail, place)
-                lines.append("; ".join(filter(None, parts)))
+        for row in (row for row in self.rows if row.outcome == Outcome.FAIL):
+            place = f"first at {row.block.place}" if row.block else ""
+            parts = (f"FAIL {row.property}: {counts(row)}", row.stage or row.detail, place)
+            lines.append("; ".join(filter(None, parts)))
         return "\n".join(lines)
 
     @property
@@ -86,11 +85,12 @@ class Findings:
 
 def examined(bench: Examination, one: Property) -> Row:
     """Return the row of one property. A subject that raises fails, with its error."""
+    bench.begin(one.name)
     if bench.refused.count(one.function) >= TRIES and one.function not in bench.answered:
         text = f"{one.function} failed at once in the first {TRIES} properties that call it"
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=text)
     try:
-        row = one.compare(bench, one)
+        row = replace(one.compare(bench), property=one.name)
     except NotApplicableError as reason:
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=str(reason))
     except RefusedError as error:
@@ -99,32 +99,29 @@ def examined(bench: Examination, one: Property) -> Row:
     bench.answered.add(one.function)
     if row.outcome != Outcome.FAIL:
         return row
-    if pairs := bench.failed.get(one.name):
-        stage, wrong = first_wrong_stage(pairs)
+    if bench.failed:
+        stage, wrong = first_wrong_stage(bench.failed)
         row = replace(row, stage=stage, wrong=wrong)
-    declare = _declaration(bench, one.name)
+    declare = _declaration(bench)
     more = ". ".join(filter(None, (row.detail, declare)))
     return replace(row, detail=f"promised: {one.promise} {more}".strip(), declare=declare)
 
 
-def _declaration(bench: Examination, name: str) -> str:
+def _declaration(bench: Examination) -> str:
     """Return what to declare, if the property then holds; else ''."""
-    if form := bench.forms.get(name):
-        return hint(name, [form])
-    wrong = [pair for pair in bench.failed.get(name, ()) if pair.difference.count]
-    pairs = bench.declarable.get(name) or wrong
+    if bench.form:
+        return hint(bench.name, [bench.form])
+    pairs = bench.declarable or [pair for pair in bench.failed if pair.difference.count]
     if not pairs:
         return ""
-    explaining: list[tuple[str, ...]] = bench.cache.setdefault("declarations", [])
-    others = (
-        suggestions(words_of(bench.subject.variants)) if bench.cache.get("undeclared", 0) < _TRIED else ()
-    )
+    pairs, explaining = sorted(pairs, key=lambda pair: pair.x.numel()), bench.explaining
+    others = suggestions(words_of(bench.subject.variants)) if bench.undeclared < _TRIED else ()
     for words in (*explaining, *others):
-        if explains(varied(words), sorted(pairs, key=lambda pair: pair.x.numel())):
+        if explains(varied(words), pairs):
             if words not in explaining:
                 explaining.append(words)
             return hint(ALL, words)
-    bench.cache["undeclared"] = bench.cache.get("undeclared", 0) + 1
+    bench.undeclared += 1
     return ""
 
 
@@ -167,6 +164,6 @@ def conform(
     for known in PROPERTIES.values():
         if not wanted or known.name in wanted:
             rows.append(examined(bench, known))
-            if show is not None:
+            if show:
                 show(rows[-1])
     return Findings(one.name, name, tuple(rows))

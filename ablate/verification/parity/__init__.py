@@ -10,6 +10,7 @@ kernels.
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,7 +23,7 @@ from ablate.engines.hardware import Machine, refusal, stray_switch, this_machine
 from ablate.engines.transformer_engine import library
 from ablate.errors import first_line
 from ablate.reports.figures.parity import overlay
-from ablate.verification.check_result import Check, Row
+from ablate.verification.check_result import Check, Row, by_group
 from ablate.verification.parity.bench import NAMES, Bench
 from ablate.verification.parity.casts import exact_casts
 from ablate.verification.parity.draws import stochastic_draws
@@ -39,16 +40,12 @@ def obstacle() -> str | None:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # driver too old, or torch without CUDA
-        return f"torch finds no usable GPU: {_first(error)}"
+        return f"torch finds no usable GPU: {first_line(error).rstrip('.')}"
     try:
         library()
     except (RuntimeError, ImportError, OSError) as error:
-        return f"Transformer Engine cannot be imported: {_first(error)}"
+        return f"Transformer Engine cannot be imported: {first_line(error).rstrip('.')}"
     return None
-
-
-def _first(error: BaseException) -> str:
-    return first_line(error).rstrip(".")
 
 
 def bench_of(machine: Machine) -> Bench:
@@ -93,34 +90,23 @@ class ParityRun:
         """Return the functions that yield the checks of a family, apart from the training."""
         return [exact_casts, exact_products, stochastic_draws]
 
-    def checks(self) -> list[tuple[str | None, Check]]:
+    def checks(self) -> list[Check]:
         """Return all checks with their families of formats, in the order of the headings."""
         suites = self.suites()
         if not self.fast:
             suites.append(partial(short_training, curves=self.curves))
-        subject: list[tuple[str | None, Check]] = [(None, Check("What is compared", self.subject))]
-        return subject + [
-            (family, check)
+        return [Check("What is compared", self.subject)] + [
+            replace(check, family=family)
             for suite in suites
             for family in self.bench.families
             for check in suite(self.bench, family)
         ]
 
-    def groups(self, report: Callable[[str], None] | None = None) -> Iterator[tuple[str, list[Row]]]:
-        """Run the checks; yield each heading with its rows, as soon as its checks end. `report` is called
-        with a line about each check before it runs."""
-        checks = self.checks()
-        for group in dict.fromkeys(check.group for _, check in checks):
-            rows = []
-            for number, (family, check) in enumerate(checks, 1):
-                if check.group == group:
-                    if report:
-                        report(f"[dim]{number} of {len(checks)}[/] {group}: {check.name} ...")
-                    for row in check.rows():
-                        rows.append(row)
-                        self.rows.append((family, group, row))
-            if rows:
-                yield group, rows
+    def groups(self, show: Callable[[str], None] | None = None) -> Iterator[tuple[str, list[Row]]]:
+        """Run the checks; yield each heading with its rows, as `by_group` does."""
+        for group, pairs in by_group(self.checks(), show):
+            self.rows += [(check.family, group, row) for check, row in pairs]
+            yield group, [row for _, row in pairs]
 
     @property
     def label(self) -> str:
@@ -132,10 +118,8 @@ class ParityRun:
         facts = self.environment()
         yield Row("GPU", ", ".join(facts[key] for key in ("gpu", "capability") if facts.get(key)))
         yield Row("driver, torch", ", ".join(facts[key] for key in ("driver", "torch") if facts.get(key)))
-        yield Row(
-            "transformer-engine, products by",
-            f"{facts['transformer-engine']}, {facts.get('fp4_backend', 'unknown')}",
-        )
+        products = f"{facts['transformer-engine']}, {facts.get('fp4_backend', 'unknown')}"
+        yield Row("transformer-engine, products by", products)
         for family, name in NAMES.items():
             if family not in self.bench.families:
                 reason = refusal(self.machine, {family})
@@ -177,19 +161,17 @@ class ParityRun:
             row = off[0][1]
             return (
                 f"{subject} does not compute what the emulator computes in {' and '.join(families)}:"
-                f" {len(off)} of {len(judged)} checks are "
-                f"off, first {row.what}: {row.measured}; expected {row.expected}. Use the emulator."
+                f" {len(off)} of {len(judged)} checks are off, first {row.what}: {row.measured}; expected"
+                f" {row.expected}. Use the emulator."
             )
         missing = [name for family, name in self.names.items() if family not in names]
-        more = f" Not compared: {' and '.join(missing)}." if missing else ""
-        short = (
-            " No training was compared (--fast), so that `engine: auto` stays with the emulator."
-            if self.fast
-            else ""
+        more = f" Not compared: {' and '.join(missing)}." * bool(missing)
+        more += (
+            " No training was compared (--fast), so that `engine: auto` stays with the emulator." * self.fast
         )
         return (
             f"{subject} computes what the emulator computes in {' and '.join(names.values())}: all"
-            f" {len(judged)} checks agree.{more}{short}"
+            f" {len(judged)} checks agree.{more}"
         )
 
     def document(self) -> ParityDocument:
@@ -206,14 +188,18 @@ class ParityRun:
             "seconds": round(time.monotonic() - self._clock, 2),
             "command": sys.argv[1:],
             "rows": [{"family": family, "group": group, **vars(row)} for family, group, row in self.rows],
-            "losses": {TRAINED[curves.family]: curves.losses for curves in self.curves},
+            "losses": self.losses,
             "gradients": {TRAINED[curves.family]: curves.gradients for curves in self.curves},
         }
 
+    @property
+    def losses(self) -> dict[str, dict[str, list[float]]]:
+        """Losses of the runs of each preset that was trained."""
+        return {TRAINED[curves.family]: curves.losses for curves in self.curves}
+
     def draw(self, path: Path) -> Path | None:
         """Draw the losses to a PNG file and return its path; None if nothing was trained."""
-        losses = {TRAINED[curves.family]: curves.losses for curves in self.curves}
-        figure = overlay(losses, self.question)
+        figure = overlay(self.losses, self.question)
         if figure is None:
             return None
         figure.write(path)

@@ -1,6 +1,7 @@
 """Casts to nearest: the codes and scales of the recipe on data of every kind, magnitude and shape."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,71 +26,73 @@ Made = dict[str, Tensor]
 """Tensors by a word for their place in messages."""
 
 
-def equal_casts(bench: Examination, one: Property) -> Row:
-    """Compare casts: codes and scales exactly, values up to the roundings of dequantisation."""
-    bench.function(one.function)
-    quant = bench.square if one.function == "cast_square" else bench.nearest
-    made: Made = one.inputs(bench)
-    return bench.judged(one.name, [bench.pair(x, quant, one.function, what) for what, x in made.items()])
+def equal(
+    make: Callable[[Examination, Quant], Made],
+    function: str = "cast",
+    dtype: str = "bfloat16",
+    returned: str = "",
+) -> Callable[[Examination], Row]:
+    """Return the comparison of casts: codes and scales exactly, values up to the roundings of dequantisation.
+
+    `dtype`: that of the tensors; empty: as they are made; `returned`: `codes` or `scales`, which the subject
+    has to return.
+    """
+
+    def compare(bench: Examination) -> Row:
+        if not returned:
+            bench.function(function)
+        quant = bench.square if function == "cast_square" else bench.nearest
+        made = {what: bench.typed(x, dtype) if dtype else x for what, x in make(bench, quant).items()}
+        pairs = [bench.pair(x, quant, function, what) for what, x in made.items()]
+        if returned and getattr(pairs[0].got, returned) is None:
+            raise NotApplicableError("the subject returns values only")
+        return bench.judged(pairs)
+
+    return compare
 
 
 def _sized(
-    rows: int, columns: int, make: Callable[[int, int, Quant, int], Tensor]
-) -> Callable[[Examination], Made]:
-    """Return inputs of one tensor of about this size, made of its rows, columns, quantiser and seed."""
-
-    def made(bench: Examination) -> Made:
-        quant = bench.nearest
-        return {"": bench.typed(make(bench.rows(rows), bench.columns(columns, quant), quant, bench.seed))}
-
-    return made
+    rows: int, columns: int, make: Callable[[int, int, Quant, int], Tensor], bench: Examination, quant: Quant
+) -> Made:
+    return {"": make(*bench.size(rows, columns, quant), quant, bench.seed)}
 
 
-def _random(dtype: str) -> Callable[[Examination], Made]:
-    def made(bench: Examination) -> Made:
-        rows, columns = bench.rows(64), bench.columns(256, bench.nearest)
-        return {
-            "normal": bench.typed(inputs.normal(rows, columns, bench.seed), dtype),
-            "spread": bench.typed(inputs.spread(rows, columns, bench.nearest.tile[1], bench.seed), dtype),
-            "outliers": bench.typed(inputs.outliers(rows, columns, bench.seed), dtype),
-            "negative": bench.typed(inputs.negative(rows, columns, bench.seed), dtype),
-        }
-
-    return made
-
-
-def _order(make: Callable[[Quant, int, int], list[Tensor]]) -> Callable[[Examination], Made]:
-    """Return inputs on which two orders of operations differ."""
-
-    def made(bench: Examination) -> Made:
-        quant = bench.nearest
-        found = make(quant, bench.rows(32), bench.columns(256, quant))
-        if not found:
-            raise NotApplicableError("the recipe has no second level, so nothing depends on the order")
-        return {f"tensor {number}": bench.typed(x) for number, x in enumerate(found)}
-
-    return made
-
-
-def _near_ties(bench: Examination) -> Made:
-    quant = bench.nearest
-    if quant.select is None:
-        raise NotApplicableError("the recipe chooses between no candidates")
-    found = inputs.near_ties(bench.rows(64), bench.columns(256, quant), quant, bench.seed)
-    return {dtype: bench.typed(x, dtype) for dtype, x in found.items()}
-
-
-def _calls(bench: Examination) -> Made:
-    rows, columns = bench.rows(32), bench.columns(128, bench.nearest)
-    factors = (1.0, 1000.0, 1e-3, 1.0, 30.0, 1e-6)
+def _random(bench: Examination, quant: Quant) -> Made:
+    size, seed = bench.size(64, 256, quant), bench.seed
     return {
-        f"call {i}": bench.typed(factor * inputs.normal(rows, columns, bench.seed + i))
-        for i, factor in enumerate(factors)
+        "normal": inputs.normal(*size, seed),
+        "spread": inputs.spread(*size, quant.tile[1], seed),
+        "outliers": inputs.outliers(*size, seed),
+        "negative": inputs.negative(*size, seed),
     }
 
 
-def _views(bench: Examination) -> Made:
-    rows, columns = bench.rows(64), bench.columns(128, bench.nearest)
+def _order(make: Callable[[Quant, int, int], list[Tensor]], bench: Examination, quant: Quant) -> Made:
+    """Make tensors on which two orders of operations differ."""
+    found = make(quant, *bench.size(32, 256, quant))
+    if not found:
+        raise NotApplicableError("the recipe has no second level, so nothing depends on the order")
+    return {f"tensor {number}": x for number, x in enumerate(found)}
+
+
+def _near_ties(bench: Examination, quant: Quant) -> Made:
+    if quant.select is None:
+        raise NotApplicableError("the recipe chooses between no candidates")
+    found = inputs.near_ties(*bench.size(64, 256, quant), quant, bench.seed)
+    return {dtype: bench.typed(x, dtype) for dtype, x in found.items()}
+
+
+def _small(rows: int, columns: int, quant: Quant, seed: int) -> Tensor:
+    return 1e-5 * inputs.spread(rows, columns, quant.tile[1], seed, 10)
+
+
+def _calls(bench: Examination, quant: Quant) -> Made:
+    size, factors = bench.size(32, 128, quant), (1.0, 1000.0, 1e-3, 1.0, 30.0, 1e-6)
+    return {f"call {i}": factor * inputs.normal(*size, bench.seed + i) for i, factor in enumerate(factors)}
+
+
+def _views(bench: Examination, quant: Quant) -> Made:
+    rows, columns = bench.size(64, 128, quant)
     whole = bench.typed(inputs.normal(rows, 2 * columns, bench.seed))
     return {
         "transposed view": bench.typed(inputs.normal(columns, rows, bench.seed)).t(),
@@ -99,49 +102,35 @@ def _views(bench: Examination) -> Made:
     }
 
 
-# --- block scales -----
-
-
-def byte_scales(bench: Examination, *, powers: bool = False) -> Quant:
-    """Return the quantiser, whose scales are a byte each; `powers`: they may be powers of two.
-    NotApplicableError if the recipe has other scales."""
-    quant = bench.nearest
+def byte_scales(quant: Quant, *, powers: bool = False) -> None:
+    """Raise NotApplicableError if scales are not a byte each; `powers`: they may be powers of two."""
     if quant.scale is None:
         raise NotApplicableError("the recipe has no block scales")
     kind = SCALES[quant.scale.format]
     if kind.bits > 8 or not (powers or kind.mantissa):
         others = "" if powers else "powers of two, or "
         raise NotApplicableError(f"the recipe's scales are {others}wider than a byte")
-    return quant
 
 
 def _of_scales(
-    columns: int, make: Callable[[Quant, int, int], Tensor], *, powers: bool = False
-) -> Callable[[Examination], Made]:
-    """Return inputs of one tensor of about this size, for recipes with such scales."""
-
-    def made(bench: Examination) -> Made:
-        quant = byte_scales(bench, powers=powers)
-        return {"": bench.typed(make(quant, bench.rows(32), bench.columns(columns, quant)))}
-
-    return made
+    columns: int, make: Callable[[Quant, int, int], Tensor], bench: Examination, quant: Quant, *, powers=False
+) -> Made:
+    byte_scales(quant, powers=powers)
+    return {"": make(quant, *bench.size(32, columns, quant))}
 
 
-def _powers(bench: Examination) -> Quant:
-    quant = bench.nearest
+def _require_powers(quant: Quant) -> None:
     if quant.scale is None or SCALES[quant.scale.format].mantissa:
         raise NotApplicableError("the recipe's scales are no powers of two")
-    return quant
 
 
-def _thresholds(bench: Examination) -> Made:
-    quant = _powers(bench)
-    rows, columns = bench.rows(64), bench.columns(512, quant)
-    significands = (128 + torch.arange(128.0)) / 128
+def _thresholds(bench: Examination, quant: Quant) -> Made:
+    _require_powers(quant)
+    rows, columns = bench.size(64, 512, quant)
     near = torch.tensor([1.5, 1.75, 1.0, 2.0])
     ulps = torch.cat([near * (1 + k * 2.0**-23) for k in (-2, -1, 0, 1, 2)])
     exponents = 2.0 ** torch.tensor([-20.0, -1.0, 0.0, 1.0, 7.0])
-    coarse = (significands[:, None] * exponents).flatten()
+    coarse = ((128 + torch.arange(128.0)[:, None]) / 128 * exponents).flatten()
     made = {"bf16": bench.typed(inputs.from_amaxes(coarse, float(coarse.max()), quant, rows, columns))}
     if bench.takes("float32"):
         x = torch.zeros(rows, columns)
@@ -150,95 +139,65 @@ def _thresholds(bench: Examination) -> Made:
     return made
 
 
-def _extremes(bench: Examination) -> Made:
-    quant = _powers(bench)
+def _extremes(bench: Examination, quant: Quant) -> Made:
+    _require_powers(quant)
     exponents = torch.cat((torch.arange(-126, -116), torch.arange(118, 128))).float()
     amaxes = (torch.tensor([1.0, 1.25, 1.5, 1.75, 1.9921875])[:, None] * 2.0**exponents).flatten()
-    x = inputs.from_amaxes(amaxes, 1.0, quant, bench.rows(16), bench.columns(128, quant))
-    return {"": bench.typed(x)}
+    return {"": inputs.from_amaxes(amaxes, 1.0, quant, *bench.size(16, 128, quant))}
 
 
-# --- magnitudes and shapes -----
-
-
-def _ladder(bench: Examination) -> Made:
-    quant = bench.nearest
-    x = inputs.spread(bench.rows(16), bench.columns(64, quant), quant.tile[1], bench.seed, 3)
+def _ladder(bench: Examination, quant: Quant) -> Made:
+    x = inputs.spread(*bench.size(16, 64, quant), quant.tile[1], bench.seed, 3)
     return {
-        f"amax 1e{exponent}": bench.typed((x.double() * 10.0**exponent / x.abs().max()).float())
+        f"amax 1e{exponent}": (x.double() * 10.0**exponent / x.abs().max()).float()
         for exponent in range(-30, 31)
     }
 
 
-def _small(rows: int, columns: int, quant: Quant, seed: int) -> Tensor:
-    return 1e-5 * inputs.spread(rows, columns, quant.tile[1], seed, 10)
-
-
-def _zero_blocks(bench: Examination) -> Made:
-    quant = bench.nearest
-    x = inputs.normal(bench.rows(16), bench.columns(8 * quant.tile[1], quant), bench.seed)
+def _zero_blocks(bench: Examination, quant: Quant) -> Made:
+    x = inputs.normal(*bench.size(16, 8 * quant.tile[1], quant), bench.seed)
     x.view(len(x), -1, quant.tile[1])[:, ::2] = 0
-    return {"": bench.typed(x)}
+    return {"": x}
 
 
-def _tiny_and_huge(bench: Examination) -> Made:
-    x = inputs.normal(bench.rows(16), bench.columns(64, bench.nearest), bench.seed)
-    return {f"{size:g}": bench.typed(size * x) for size in (1e-20, 1e-15, 1e15)}
+def _tiny_and_huge(bench: Examination, quant: Quant) -> Made:
+    x = inputs.normal(*bench.size(16, 64, quant), bench.seed)
+    return {f"{size:g}": size * x for size in (1e-20, 1e-15, 1e15)}
 
 
-def _every_code(bench: Examination) -> Made:
-    quant = bench.nearest
+def _every_code(bench: Examination, quant: Quant) -> Made:
     length, points = quant.tile[1], inputs.grid(quant.element)
     signed = torch.cat((points, -points.flip(0)))
-    rows, columns = bench.rows(4), bench.columns(-(-len(signed) // length) * length * 2, quant)
+    rows, columns = bench.size(4, -(-len(signed) // length) * length * 2, quant)
     line = signed.repeat(-(-columns // len(signed)))[:columns]
     x = torch.stack([line.roll(3 * row) for row in range(rows)])
     x.view(rows, -1, length)[:, :, 0] = points[-1]
-    return {"": bench.typed(x)}
+    return {"": x}
 
 
-def _layouts(bench: Examination) -> Made:
+def _layouts(bench: Examination, quant: Quant) -> Made:
     """Make tensors whose blocks all have other scales."""
-    quant, made = bench.nearest, {}
     if quant.scale is None:
         raise NotApplicableError("the recipe has no block scales")
+    made = {}
     for rows, blocks in ((33, 3), (130, 5), (257, 9)):
-        high, wide = bench.rows(rows), bench.columns(blocks * quant.tile[1], quant)
-        x = inputs.normal(high, wide, bench.seed)
+        high, wide = bench.size(rows, blocks * quant.tile[1], quant)
         numbers = torch.arange(high * wide // quant.tile[1]).view(high, -1)
         powers = 2.0 ** (numbers * 5 % 13 - 6) * (1 + (numbers % 8) / 8)
-        x *= powers.repeat_interleave(quant.tile[1], 1)[:, :wide]
-        made[f"{high} x {wide}"] = bench.typed(x)
+        x = inputs.normal(high, wide, bench.seed) * powers.repeat_interleave(quant.tile[1], 1)[:, :wide]
+        made[f"{high} x {wide}"] = x
     return made
 
 
-def _returned(part: str) -> Callable[[Examination, Property], Row]:
-    """Return the comparison of casts, for subjects that return `codes` or `scales`."""
-
-    def compare(bench: Examination, one: Property) -> Row:
-        made: Made = one.inputs(bench)
-        pairs = [bench.pair(x, bench.nearest, where=what) for what, x in made.items()]
-        if getattr(pairs[0].got, part) is None:
-            raise NotApplicableError("the subject returns values only")
-        return bench.judged(one.name, pairs)
-
-    return compare
-
-
-def _lattice(bench: Examination) -> list[tuple[int, int]]:
-    quant = bench.nearest
-    shapes = {(bench.rows(rows), bench.columns(columns, quant)) for rows, columns in SHAPES}
-    return [*sorted(shapes), *bench.cut_short(quant, CUT_SHORT)]
-
-
-def _poisoned(bench: Examination, one: Property) -> Row:
-    """Compare as `equal_casts` does, in memory that held NaN before: every element has to be written."""
-    pairs = []
-    for rows, columns in one.inputs(bench):
+def _poisoned(bench: Examination) -> Row:
+    """Compare as `equal` does, in memory that held NaN before: every element has to be written."""
+    quant, pairs = bench.nearest, []
+    whole = sorted({bench.size(*shape, quant) for shape in SHAPES})
+    for rows, columns in [*whole, *bench.cut_short(quant, CUT_SHORT)]:
         x = bench.typed(inputs.normal(rows, columns, bench.seed + rows))
         poison(rows, columns, bench.subject.device)
-        pairs.append(bench.pair(x, bench.nearest, where=f"x [{rows}, {columns}]"))
-    return bench.judged(one.name, pairs)
+        pairs.append(bench.pair(x, quant, where=f"x [{rows}, {columns}]"))
+    return bench.judged(pairs)
 
 
 def poison(rows: int, columns: int, device: str = "cpu") -> None:
@@ -252,24 +211,24 @@ def poison(rows: int, columns: int, device: str = "cpu") -> None:
 
 
 PROPERTIES = (
-    Property("random_bf16", _random("bfloat16"), "cast", equal_casts),
-    Property("random_fp32", _random("float32"), "cast", equal_casts),
-    Property("element_ties", _sized(32, 256, inputs.element_ties), "cast", equal_casts),
-    Property("order_of_scale", _order(inputs.scale_order), "cast", equal_casts),
-    Property("order_of_factor", _order(inputs.factor_order), "cast", equal_casts),
-    Property("near_ties_of_choice", _near_ties, "cast", equal_casts),
-    Property("stale_scales", _calls, "cast", equal_casts),
-    Property("strides", _views, "cast", equal_casts),
-    Property("scale_midpoints", _of_scales(256, inputs.scale_midpoints), "cast", equal_casts),
-    Property("every_scale", _of_scales(256, inputs.every_scale, powers=True), "cast", equal_casts),
-    Property("subnormal_scales", _of_scales(128, inputs.subnormal_scales), "cast", equal_casts),
-    Property("power_of_two_thresholds", _thresholds, "cast", equal_casts),
-    Property("power_of_two_extremes", _extremes, "cast", equal_casts),
-    Property("amax_ladder", _ladder, "cast", equal_casts),
-    Property("small_tensor", _sized(32, 128, _small), "cast", equal_casts),
-    Property("zero_block", _zero_blocks, "cast", equal_casts),
-    Property("smallest_numbers", _tiny_and_huge, "cast", equal_casts),
-    Property("code_bytes", _every_code, "cast", _returned("codes")),
-    Property("scale_layout", _layouts, "cast", _returned("scales")),
-    Property("shape_lattice", _lattice, "cast", _poisoned),
+    Property("random_bf16", "cast", equal(_random)),
+    Property("random_fp32", "cast", equal(_random, dtype="float32")),
+    Property("element_ties", "cast", equal(partial(_sized, 32, 256, inputs.element_ties))),
+    Property("order_of_scale", "cast", equal(partial(_order, inputs.scale_order))),
+    Property("order_of_factor", "cast", equal(partial(_order, inputs.factor_order))),
+    Property("near_ties_of_choice", "cast", equal(_near_ties, dtype="")),
+    Property("stale_scales", "cast", equal(_calls)),
+    Property("strides", "cast", equal(_views, dtype="")),
+    Property("scale_midpoints", "cast", equal(partial(_of_scales, 256, inputs.scale_midpoints))),
+    Property("every_scale", "cast", equal(partial(_of_scales, 256, inputs.every_scale, powers=True))),
+    Property("subnormal_scales", "cast", equal(partial(_of_scales, 128, inputs.subnormal_scales))),
+    Property("power_of_two_thresholds", "cast", equal(_thresholds, dtype="")),
+    Property("power_of_two_extremes", "cast", equal(_extremes)),
+    Property("amax_ladder", "cast", equal(_ladder)),
+    Property("small_tensor", "cast", equal(partial(_sized, 32, 128, _small))),
+    Property("zero_block", "cast", equal(_zero_blocks)),
+    Property("smallest_numbers", "cast", equal(_tiny_and_huge)),
+    Property("code_bytes", "cast", equal(_every_code, returned="codes")),
+    Property("scale_layout", "cast", equal(_layouts, returned="scales")),
+    Property("shape_lattice", "cast", _poisoned),
 )

@@ -58,24 +58,30 @@ def given_experts(
         dy = torch.cat(parts) if parts else torch.zeros(0, out)
     w = torch.stack([0.02 * inputs.normal(out, inner, bench.seed + 40 + e) for e in range(len(sizes))])
     x = inputs.normal(tokens, inner, bench.seed + 30)
-    start = 0
-    for number, size in enumerate(sizes):  # experts of other magnitudes: each has its own second level
-        x[start : start + size] *= 2.0 ** (number % 3)
-        start += size
+    for number, part in enumerate(x.split(sizes)):  # each expert has its own magnitude, and second level
+        part *= 2.0 ** (number % 3)
+    return _experts(bench, x, w, dy, sizes)
+
+
+def _experts(bench: Examination, x: Tensor, w: Tensor, dy: Tensor, sizes: list[int]) -> Experts:
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     return Experts(bench.typed(x), bench.typed(w), bench.typed(dy), offsets, sizes)
 
 
 def _layers(
-    *wanted: tuple[int, ...], widths: Sequence[int] = (OUT,)
-) -> Callable[[Examination], list[tuple[str, Experts]]]:
-    """Return inputs of layers of experts with these numbers of tokens, for each number of outputs."""
-    return lambda bench: [
-        ("", given_experts(bench, sizes, width=width)) for sizes in wanted for width in widths
-    ]
+    keys: Sequence[str], *wanted: tuple[int, ...], widths: Sequence[int] = (OUT,)
+) -> Callable[[Examination], Row]:
+    """Return the comparison of results of layers of experts with these numbers of tokens, for each number of
+    outputs."""
+    return compared(
+        lambda bench: [
+            ("", given_experts(bench, sizes, width=width)) for sizes in wanted for width in widths
+        ],
+        *keys,
+    )
 
 
-def _in_fp32(bench: Examination, one: Property) -> Row:
+def _in_fp32(bench: Examination) -> Row:
     """Compare what bf16 numbers give as fp32, rounded to bf16. A subject may refuse fp32."""
     products, rows = products_of(bench), []
     pairs = zip(NAMES, (products.fprop, products.dgrad, products.wgrad), strict=True)
@@ -83,7 +89,7 @@ def _in_fp32(bench: Examination, one: Property) -> Row:
     keys = [key for key, product in pairs if product.hadamard is None]
     if not keys:
         raise NotApplicableError("the recipe rotates every product")
-    [(_, given)] = one.inputs(bench)
+    given = given_experts(bench, PADDED, width=WIDTHS[0])
     given = given._replace(
         **{name: bench.typed(getattr(given, name), "float32") for name in ("x", "w", "dy")}
     )
@@ -93,14 +99,17 @@ def _in_fp32(bench: Examination, one: Property) -> Row:
         raise NotApplicableError("the subject's grouped takes no fp32") from None
     for where, layer, mine in made:
         exact = exact_products(products, *layer)
-        rows += [judged(one.name, key, mine[key].bfloat16(), exact[key], where) for key in keys]
-    return worst(one.name, rows)
+        rows += [judged(key, mine[key].bfloat16(), exact[key], where) for key in keys]
+    return worst(rows)
 
 
-def _exact_experts(bench: Examination) -> Experts:
-    """Make tensors that no rounding changes, every block of which has another scale."""
+def _exact(bench: Examination) -> Row:
+    """Compare with the exact product of tensors that no rounding changes, every block of which has another
+    scale, to the last addition. This needs no reference: x, w and dy are exact in the format, so that dw is
+    dy^T x."""
+    products, rows = products_of(bench), []
     bench.function("grouped")
-    cast = quantisers(products_of(bench))
+    cast = quantisers(products)
     amax = inputs.exact_amax([*cast.values()])
     if amax is None:
         raise NotApplicableError("no tensor in bf16 is left unchanged by all of the recipe's casts")
@@ -114,24 +123,16 @@ def _exact_experts(bench: Examination) -> Experts:
         torch.cat([tiles(size, wide, 7 * e + wide) for e, size in enumerate(sizes)]) for wide in (inner, out)
     )
     w = torch.stack([tiles(out, inner, 50 + e) for e in range(len(sizes))])
-    offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    made = Experts(bench.typed(x), bench.typed(w), bench.typed(dy), offsets, sizes)
-    for layer in made.layers:
+    experts = _experts(bench, x, w, dy, sizes)
+    for layer in experts.layers:
         if not all(inputs.keeps(z, *cast[slot]) for slot, z in sources(*layer).items() if slot in cast):
             raise NotApplicableError("no tensor in bf16 is left unchanged by all of the recipe's casts")
-    return made
-
-
-def _exact(bench: Examination, one: Property) -> Row:
-    """Compare with the exact product of the tensors, to the last addition. This needs no reference: x, w and
-    dy are exact in the format, so that dw is dy^T x."""
-    products, rows = products_of(bench), []
-    for where, layer, mine in results(bench, one.inputs(bench)):
+    for where, layer, mine in results(bench, experts):
         plain, made = plain_products(*layer), exact_products(products, *layer)
         # Terms that cancel after a rotation leave the roundings of their sum.
         exact = {key: replace(plain[key], magnitudes=made[key].magnitudes) for key in NAMES}
-        rows += [judged(one.name, key, mine[key], exact[key], where) for key in NAMES]
-    return worst(one.name, rows)
+        rows += [judged(key, mine[key], exact[key], where) for key in NAMES]
+    return worst(rows)
 
 
 def _random_experts(bench: Examination) -> Experts:
@@ -140,14 +141,14 @@ def _random_experts(bench: Examination) -> Experts:
 
 
 PROPERTIES = (
-    Property("grouped_forward", _layers(ALIGNED), "grouped", compared("y")),
-    Property("grouped_input_gradient", _layers(ALIGNED), "grouped", compared("dx")),
-    Property("grouped_weight_gradient", _layers(ALIGNED, LARGE), "grouped", compared("dw")),
-    Property("grouped_unaligned", _layers(UNALIGNED), "grouped", compared(*NAMES)),
-    Property("grouped_ragged", _layers(RAGGED), "grouped", compared(*NAMES)),
-    Property("grouped_all_to_one", _layers((0, 192, 0)), "grouped", compared(*NAMES)),
-    Property("grouped_widths", _layers(PADDED, widths=WIDTHS), "grouped", compared(*NAMES)),
-    Property("grouped_fp32", _layers(PADDED, widths=WIDTHS[:1]), "grouped", _in_fp32),
-    Property("grouped_layout", _exact_experts, "grouped", _exact),
-    Property("grouped_random", _random_experts, "grouped", random),
+    Property("grouped_forward", "grouped", _layers(["y"], ALIGNED)),
+    Property("grouped_input_gradient", "grouped", _layers(["dx"], ALIGNED)),
+    Property("grouped_weight_gradient", "grouped", _layers(["dw"], ALIGNED, LARGE)),
+    Property("grouped_unaligned", "grouped", _layers(NAMES, UNALIGNED)),
+    Property("grouped_ragged", "grouped", _layers(NAMES, RAGGED)),
+    Property("grouped_all_to_one", "grouped", _layers(NAMES, (0, 192, 0))),
+    Property("grouped_widths", "grouped", _layers(NAMES, PADDED, widths=WIDTHS)),
+    Property("grouped_fp32", "grouped", _in_fp32),
+    Property("grouped_layout", "grouped", _exact),
+    Property("grouped_random", "grouped", random(_random_experts)),
 )

@@ -6,9 +6,8 @@ and for random gradients the interval that the reference's own draws give.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -77,10 +76,9 @@ def products_of(bench: Examination) -> Products:
     """Return the recipe's products. NotApplicableError if the kit has no reference of them."""
     recipe = bench.recipe
     for product in (recipe.fprop, recipe.dgrad, recipe.wgrad):
-        for operand in product.operands:
-            quant: Quant | None = getattr(product, operand)
-            if quant is not None and (quant.transform or quant.estimator):
-                raise NotApplicableError("the recipe's operands depend on more than x, w and dy")
+        quants: list[Quant | None] = [getattr(product, operand) for operand in product.operands]
+        if any(quant is not None and (quant.transform or quant.estimator) for quant in quants):
+            raise NotApplicableError("the recipe's operands depend on more than x, w and dy")
         if product.hadamard is not None and SIGNS[product.hadamard.signs].drawn:
             raise NotApplicableError("the recipe draws the signs of its rotations")
     if recipe.products.backward_needs and recipe.fprop.hadamard is not None:
@@ -154,11 +152,11 @@ def call(
     return made
 
 
-def judged(name: str, key: str, got: Tensor, exact: Exact, where: str = "") -> Row:
+def judged(key: str, got: Tensor, exact: Exact, where: str = "") -> Row:
     """Return the row of one result, `y`, `dx` or `dw`: up to the order of fp32 additions, and one rounding.
     `where`: layer or expert in words, with a colon."""
     far = exact.far(got)
-    row = of_elements(name, far, None, exact.values, got, f"{where}{key}: ")
+    row = of_elements(far, None, exact.values, got, f"{where}{key}: ")
     if row.outcome == Outcome.PASS:
         return row
     gain, error = gain_and_error(got, exact.values)
@@ -171,12 +169,12 @@ def judged(name: str, key: str, got: Tensor, exact: Exact, where: str = "") -> R
     )
 
 
-def worst(name: str, rows: Sequence[Row]) -> Row:
+def worst(rows: Sequence[Row]) -> Row:
     """Return one row of several: the first that failed, with the cases and differences of all."""
     failed = next((row for row in rows if row.outcome == Outcome.FAIL), rows[0])
     cases, differing = sum(row.cases for row in rows), sum(row.differing for row in rows)
     wrong = tuple(number for row in rows for number in row.wrong)
-    return replace(failed, property=name, cases=cases, differing=differing, wrong=wrong)
+    return replace(failed, cases=cases, differing=differing, wrong=wrong)
 
 
 def results(bench: Examination, given: Layer | Experts) -> Iterator[tuple[str, Layer, dict[str, Tensor]]]:
@@ -191,71 +189,64 @@ def results(bench: Examination, given: Layer | Experts) -> Iterator[tuple[str, L
         yield f"expert {expert} of {given.sizes[expert]} tokens, ", layer, mine
 
 
-def compared(*keys: str) -> Callable[[Examination, Property], Row]:
+def compared(
+    make: Callable[[Examination], Iterable[tuple[str, Layer | Experts]]], *keys: str
+) -> Callable[[Examination], Row]:
     """Return the comparison of results of layers, or of every expert, with the reference's: up to the order
     of fp32 additions, and one rounding."""
 
-    def compare(bench: Examination, one: Property) -> Row:
+    def compare(bench: Examination) -> Row:
         products, rows = products_of(bench), []
-        for where, given in one.inputs(bench):
+        for where, given in make(bench):
             for place, layer, got in results(bench, given):
                 # An expert without tokens has zeros.
                 exact = exact_products(products, *layer) if len(layer.x) else plain_products(*layer)
-                rows += [judged(one.name, key, got[key], exact[key], where + place) for key in keys]
-        return worst(one.name, rows)
+                rows += [judged(key, got[key], exact[key], where + place) for key in keys]
+        return worst(rows)
 
     return compare
 
 
-def _only(key: str) -> Callable[[Examination, Property], Row]:
-    """Return the comparison of `y`, `dx` or `dw` of one layer, as `judged` compares."""
+def _only(key: str) -> Callable[[Examination], Row]:
+    """Return the comparison of `y`, `dx` or `dw` of one layer, as `judged` compares. If no operand is shown
+    to be wrong, a short contraction may show one."""
 
-    def compare(bench: Examination, one: Property) -> Row:
-        row = compared(key)(bench, one)
+    def compare(bench: Examination) -> Row:
+        row = compared(lambda bench: [("", layer(bench))], key)(bench)
         if "operand" in row.stage or row.outcome == Outcome.PASS:
             return row
-        return replace(row, stage=_of_operand(bench, key) or row.stage)
+        sizes = {"y": (240, 48, 144), "dx": (240, 144, 48), "dw": (48, 144, 240)}[key]
+        given = layer(bench, sizes=sizes)
+        exact = exact_products(products_of(bench), *given.bf16)[key]
+        try:
+            got = call(bench, *given)[key]
+        except RefusedError:  # it may not take these sizes
+            return row
+        text = wrong_product(exact, got, OPERANDS[key]) if exact.far(got).any() else ""
+        return replace(row, stage=f"product: {key}, {text}") if "operand" in text else row
 
     return compare
 
 
-def _of_operand(bench: Examination, key: str) -> str:
-    """Return which operand of a product is not the recipe's, by a short contraction that shows it; or ''."""
-    sizes = {"y": (240, 48, 144), "dx": (240, 144, 48), "dw": (48, 144, 240)}[key]
-    given = layer(bench, sizes=sizes)
-    exact = exact_products(products_of(bench), *given.bf16)[key]
-    try:
-        got = call(bench, *given)[key]
-    except RefusedError:  # it may not take these sizes
-        return ""
-    text = wrong_product(exact, got, OPERANDS[key]) if exact.far(got).any() else ""
-    return f"product: {key}, {text}" if "operand" in text else ""
+def random(make: Callable[[Examination], Layer | Experts]) -> Callable[[Examination], Row]:
+    """Return the comparison of gain and relative L2 distance of dx and dw, for random dy, with the
+    reference's draws."""
+
+    def compare(bench: Examination) -> Row:
+        products = products_of(bench)
+        made = [*results(bench, make(bench))]
+        row = worst([_in_interval(products, layer, got, where) for where, layer, got in made])
+        if row.outcome == Outcome.FAIL and bench.declared_form == "nearest":
+            nearest = rounded_to_nearest(products, ("dgrad.g", "wgrad.g"))
+            exact = [(exact_products(nearest, *layer), got) for _, layer, got in made]
+            if not any(bool(right[key].far(got[key]).any()) for right, got in exact for key in ("dx", "dw")):
+                return Row("", Outcome.VARIANT, row.cases, detail="as declared: dy rounded to nearest")
+        return row
+
+    return compare
 
 
-# --- random gradients -----
-
-
-def random(bench: Examination, one: Property) -> Row:
-    """Compare gain and relative L2 distance of dx and dw, for random dy, with the reference's draws."""
-    products = products_of(bench)
-    made = [*results(bench, one.inputs(bench))]
-    rows = [interval_row(one.name, products, layer, got, where) for where, layer, got in made]
-    row = worst(one.name, rows)
-    if row.outcome == Outcome.FAIL and bench.subject.variants.get(one.name) == "nearest":
-        nearest = rounded_to_nearest(products, ("dgrad.g", "wgrad.g"))
-        exact = [(exact_products(nearest, *layer), got) for _, layer, got in made]
-        if not any(bool(right[key].far(got[key]).any()) for right, got in exact for key in ("dx", "dw")):
-            return Row(one.name, Outcome.VARIANT, row.cases, detail="as declared: dy rounded to nearest")
-    return row
-
-
-def interval_row(
-    name: str,
-    products: Products,
-    given: tuple[Tensor, Tensor, Tensor],
-    got: dict[str, Tensor],
-    where: str = "",
-) -> Row:
+def _in_interval(products: Products, given: Layer, got: dict[str, Tensor], where: str) -> Row:
     """Compare gain and relative L2 distance with the reference's draws: eight standard deviations."""
     plain = plain_products(*given)
     drawn = [exact_products(products, *given, seed=seed) for seed in range(REFERENCE_DRAWS)]
@@ -273,14 +264,11 @@ def interval_row(
             parts.append(f"{what} of {key} {value:.4f}")
             if not abs(value - mean) <= allowed:
                 wrong.append(f"{where}{what} of {key} {value:.4f}, not {mean:.4f} +- {allowed:.4f}")
-    return decided(name, 4, len(wrong), detail="; ".join(wrong) or where + ", ".join(parts))
+    return decided(4, len(wrong), detail="; ".join(wrong) or where + ", ".join(parts))
 
 
-# --- other inputs -----
-
-
-def _weights(bench: Examination) -> Layer:
-    """Make a layer whose x and dy are unit vectors, so that y and dx show W."""
+def _same_codes(bench: Examination) -> Row:
+    """Compare W as y and as dx show it if x and dy are unit vectors, up to one rounding to bf16 in either."""
     bench.function("product")
     products = products_of(bench)
     w_quant, wt_quant = products.fprop.w, products.dgrad.w
@@ -289,21 +277,12 @@ def _weights(bench: Examination) -> Layer:
         raise NotApplicableError("the recipe casts W for each product by itself")
     size = side(bench, 128)
     unit = bench.typed(torch.eye(size))
-    return Layer(unit, bench.typed(0.02 * inputs.normal(size, size, bench.seed + 4)), unit)
-
-
-def _same_codes(bench: Examination, one: Property) -> Row:
-    """Compare W as y and as dx show it, up to one rounding to bf16 in either."""
-    got = call(bench, *one.inputs(bench))
+    got = call(bench, unit, bench.typed(0.02 * inputs.normal(size, size, bench.seed + 4)), unit)
     forward, backward = got["y"].t().double(), got["dx"].double()
     # Each reads one value; the two may round it to bf16 after another order of the scales.
     differ = ~((forward - backward).abs() <= 2.0**-7 * forward.abs())
     detail = "W differs in the two products" if differ.any() else ""
-    return decided(one.name, differ.numel(), int(differ.sum()), detail=detail)
-
-
-def _one(bench: Examination) -> Iterator[tuple[str, Layer]]:
-    yield "", layer(bench)
+    return decided(differ.numel(), int(differ.sum()), detail=detail)
 
 
 def _views(bench: Examination) -> Iterator[tuple[str, Layer]]:
@@ -321,46 +300,38 @@ def _magnitudes(bench: Examination) -> Iterator[tuple[str, Layer]]:
         yield f"at {size:g}, ", layer(bench, size)._replace(dy=dy)
 
 
-def _repeats(bench: Examination, one: Property) -> Row:
+def _repeats(bench: Examination) -> Row:
     """Compare products of the same tensors, with other tensors between, exactly."""
-    given, other = one.inputs(bench), layer(bench, 100.0, 5)
-    return repeated(one.name, lambda: [*call(bench, *given).values()], lambda: call(bench, *other), every=5)
+    given, other = layer(bench), layer(bench, 100.0, 5)
+    return repeated(lambda: [*call(bench, *given).values()], lambda: call(bench, *other), every=5)
 
 
-def _lengths(
-    lengths: Sequence[int], positive: bool = False
-) -> Callable[[Examination], Iterator[tuple[str, Layer]]]:
-    """Return inputs whose contractions have these lengths: the product, and its layer; `positive`: terms of
-    one sign, whose partial sums grow."""
+def _sums(lengths: Sequence[int], positive: bool = False) -> Callable[[Examination], Row]:
+    """Return the comparison of sums of several lengths, as `judged` compares; `positive`: terms of one sign,
+    whose partial sums grow."""
 
-    def made(bench: Examination) -> Iterator[tuple[str, Layer]]:
+    def compare(bench: Examination) -> Row:
+        rows = []
         for length in lengths:
             for key, sizes in (("y", (32, length, 32)), ("dx", (32, 32, length)), ("dw", (length, 32, 32))):
                 given = layer(bench, sizes=sizes)
-                yield key, Layer(*(z.abs() for z in given)) if positive else given
+                given = Layer(*(z.abs() for z in given)) if positive else given
+                exact = exact_products(products_of(bench), *given.bf16)[key]
+                rows.append(judged(key, call(bench, *given)[key], exact, f"{exact.terms:,} terms, "))
+        return worst(rows)
 
-    return made
-
-
-def _sums(bench: Examination, one: Property) -> Row:
-    """Compare sums of several lengths, as `judged` compares."""
-    rows = []
-    for key, given in one.inputs(bench):
-        exact = exact_products(products_of(bench), *given.bf16)[key]
-        got = call(bench, *given)[key]
-        rows.append(judged(one.name, key, got, exact, f"{exact.terms:,} terms, "))
-    return worst(one.name, rows)
+    return compare
 
 
 PROPERTIES = (
-    Property("forward_product", _one, "product", _only("y")),
-    Property("input_gradient", _one, "product", _only("dx")),
-    Property("weight_gradient", _one, "product", _only("dw")),
-    Property("random_gradients", partial(layer, certain=False), "product", random),
-    Property("same_weight_codes", _weights, "product", _same_codes),
-    Property("product_strides", _views, "product", compared(*NAMES)),
-    Property("small_products", _magnitudes, "product", compared(*NAMES)),
-    Property("product_repeats", layer, "product", _repeats),
-    Property("long_sums", _lengths((2048,), positive=True), "product", _sums),
-    Property("contraction_sizes", _lengths(CONTRACTIONS), "product", _sums),
+    Property("forward_product", "product", _only("y")),
+    Property("input_gradient", "product", _only("dx")),
+    Property("weight_gradient", "product", _only("dw")),
+    Property("random_gradients", "product", random(lambda bench: layer(bench, certain=False))),
+    Property("same_weight_codes", "product", _same_codes),
+    Property("product_strides", "product", compared(_views, *NAMES)),
+    Property("small_products", "product", compared(_magnitudes, *NAMES)),
+    Property("product_repeats", "product", _repeats),
+    Property("long_sums", "product", _sums((2048,), positive=True)),
+    Property("contraction_sizes", "product", _sums(CONTRACTIONS)),
 )

@@ -1,7 +1,6 @@
 """Rotation: orthogonal, along the columns, the same for both operands of a product."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,34 +23,23 @@ def _rotate(bench: Examination, x: Tensor) -> Tensor:
     return y.detach().cpu()
 
 
-def _units(bench: Examination) -> Tensor:
+def _matrix(bench: Examination) -> Tensor:
+    """Return the rotation of one group as the subject computes it: row i is the rotated unit vector i."""
     bench.function("rotate")
     size = bench.rotation.size
-    unit = torch.zeros(bench.rows(size), bench.columns(size))
+    unit = torch.zeros(bench.size(size, size))
     unit[:size, :size] = torch.eye(size)
-    return bench.typed(unit)
+    return _rotate(bench, bench.typed(unit))[:size, :size].double()
 
 
-def _matrix(bench: Examination, unit: Tensor) -> Tensor:
-    """Return the rotation of one group as the subject computes it: row i is the rotated unit vector i."""
-    size = bench.rotation.size
-    return _rotate(bench, unit)[:size, :size].double()
+def _normal(bench: Examination, rows: int, groups: int) -> Tensor:
+    bench.function("rotate")
+    return bench.normal(rows, groups * bench.rotation.size)
 
 
-def _normal(rows: int, groups: int) -> Callable[[Examination], Tensor]:
-    """Return inputs of normal bf16 numbers with so many rows and groups of columns."""
-
-    def made(bench: Examination) -> Tensor:
-        bench.function("rotate")
-        return bench.normal(rows, groups * bench.rotation.size)
-
-    return made
-
-
-def _orthogonal(bench: Examination, one: Property) -> Row:
+def _orthogonal(bench: Examination) -> Row:
     """Compare R R^T of rotated unit vectors with I: exactly for sizes 4, 16 and 64."""
-    size = bench.rotation.size
-    matrix = _matrix(bench, one.inputs(bench))
+    size, matrix = bench.rotation.size, _matrix(bench)
     allowed = 0.0 if size in (4, 16, 64) else 2.0**-7  # 1/sqrt(size) is exact, or rounded to bf16
     gram = matrix @ matrix.t()
     error = (gram - torch.eye(size).double()).abs().nan_to_num(math.inf)
@@ -59,13 +47,13 @@ def _orthogonal(bench: Examination, one: Property) -> Row:
     if off.any():
         row, column = divmod(int(error.argmax()), size)
         detail = f"R R^T is {float(gram[row, column]):.4g} at ({row}, {column}), not {int(row == column)}"
-    return decided(one.name, off.numel(), int(off.sum()), detail=detail)
+    return decided(off.numel(), int(off.sum()), detail=detail)
 
 
-def _values(bench: Examination, one: Property) -> Row:
+def _values(bench: Examination) -> Row:
     """Compare rotated random data: up to the order of fp32 additions, and one rounding to the dtype of x."""
-    x, size = one.inputs(bench), bench.rotation.size
-    signs = _matrix(bench, _units(bench))[:, 0].sign().float()
+    x, size = _normal(bench, 64, 8), bench.rotation.size
+    signs = _matrix(bench)[:, 0].sign().float()
     got = _rotate(bench, x)
     groups = x.float().view(-1, size)
     exact = butterflies((groups * signs).double().float()).view(x.shape)
@@ -81,57 +69,49 @@ def _values(bench: Examination, one: Property) -> Row:
     signed = tuple(int(sign) for sign in signs)
     if not failed and size == len(TE_SIGNS) and bench.rotation.signs == "fixed" and signed != TE_SIGNS:
         detail = "with other signs than Transformer Engine's"
-    return decided(one.name, differ.numel(), int(differ.sum()) + int(wide), detail=detail)
+    return decided(differ.numel(), int(differ.sum()) + int(wide), detail=detail)
 
 
-def _one_element(bench: Examination) -> Tensor:
-    bench.function("rotate")
-    size = bench.rotation.size
-    x = torch.zeros(bench.rows(2 * size), bench.columns(4 * size))
-    x[3, size + 2] = 4.0
-    return bench.typed(x)
-
-
-def _axis(bench: Examination, one: Property) -> Row:
+def _axis(bench: Examination) -> Row:
     """Look for changes outside of the own row and group of columns of the one non-zero element."""
-    size, got = bench.rotation.size, _rotate(bench, one.inputs(bench))
+    size = bench.rotation.size
+    bench.function("rotate")
+    x = torch.zeros(bench.size(2 * size, 4 * size))
+    x[3, size + 2] = 4.0
+    got = _rotate(bench, bench.typed(x))
     outside = got != 0
     outside[3, size : 2 * size] = False
     detail = f"{int(outside.sum())} elements of other rows or groups changed" if outside.any() else ""
-    return decided(one.name, got.numel(), int(outside.sum()), detail=detail)
+    return decided(got.numel(), int(outside.sum()), detail=detail)
 
 
-def _integers(bench: Examination) -> tuple[Tensor, Tensor]:
-    bench.function("rotate")
-    size, generator = (bench.rows(16), bench.columns(4 * bench.rotation.size)), torch.Generator()
-    generator.manual_seed(bench.seed)
-    a, b = (torch.randint(-3, 4, size, generator=generator).float() for _ in range(2))
-    return bench.typed(a), bench.typed(b)
-
-
-def _cancels(bench: Examination, one: Property) -> Row:
+def _cancels(bench: Examination) -> Row:
     """Compare the product of two rotated matrices of small integers with that of the matrices: exactly."""
-    (a, b), size = one.inputs(bench), bench.rotation.size
+    bench.function("rotate")
+    size, generator = bench.rotation.size, torch.Generator().manual_seed(bench.seed)
+    shape = bench.size(16, 4 * size)
+    a, b = (torch.randint(-3, 4, shape, generator=generator).float() for _ in range(2))
+    a, b = bench.typed(a), bench.typed(b)
     turned = [_rotate(bench, z).double() for z in (a, b)]
     # Small integers: every sum of 16 of them, over 4, is exact in bf16; sizes with an inexact root round.
     allowed = 1e-12 if size in (4, 16) else 2.0**-7 * (a.float().abs() @ b.float().abs().t()).max()
     off = ~((turned[0] @ turned[1].t() - a.double() @ b.double().t()).abs() <= allowed)
-    return decided(one.name, off.numel(), int(off.sum()))
+    return decided(off.numel(), int(off.sum()))
 
 
-def _in_parts(bench: Examination, one: Property) -> Row:
+def _in_parts(bench: Examination) -> Row:
     """Compare a large tensor rotated whole with it in parts of 64 rows, exactly."""
-    x = one.inputs(bench)
+    x = _normal(bench, 8195, 1)
     parts = torch.cat([_rotate(bench, part.clone()) for part in x.split(bench.rows(64))])
     wrong = _rotate(bench, x) != parts
     detail = f"rows {number_ranges(wrong.any(1))} of {len(x)}" if wrong.any() else ""
-    return decided(one.name, parts.numel(), int(wrong.sum()), detail=detail)
+    return decided(parts.numel(), int(wrong.sum()), detail=detail)
 
 
 PROPERTIES = (
-    Property("orthogonal", _units, "rotate", _orthogonal),
-    Property("rotation_values", _normal(64, 8), "rotate", _values),
-    Property("rotation_axis", _one_element, "rotate", _axis),
-    Property("rotation_cancels", _integers, "rotate", _cancels),
-    Property("rotation_large", _normal(8195, 1), "rotate", _in_parts),
+    Property("orthogonal", "rotate", _orthogonal),
+    Property("rotation_values", "rotate", _values),
+    Property("rotation_axis", "rotate", _axis),
+    Property("rotation_cancels", "rotate", _cancels),
+    Property("rotation_large", "rotate", _in_parts),
 )

@@ -66,12 +66,12 @@ def grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def draws(bench: Examination) -> Draws:
     """Return CALLS draws of a tensor whose elements lie at POSITIONS, made once for all properties."""
-    if "draws" not in bench.cache:
+    if bench.drawn is None:
         quant = bench.stochastic
         if quant.scale is None or quant.block is None:
             raise NotApplicableError("the recipe has no block scales")
         bench.function("cast_stochastic")
-        rows, columns = bench.rows(_ROWS), bench.columns(_COLUMNS, quant)
+        rows, columns = bench.size(_ROWS, _COLUMNS, quant)
         top = ELEMENTS[quant.element].max
         amax = inputs.exact_amax([(quant, None)]) or top
         lower = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
@@ -85,27 +85,19 @@ def draws(bench: Examination) -> Draws:
         x = bench.typed(x * (amax / top))
         below, step, position = grid(bench, x)
         drawn = tuple((_values(bench, x, seed).double() - below) / step for seed in range(CALLS))
-        bench.cache["draws"] = Draws(position, drawn)
-    made: Draws = bench.cache["draws"]
+        bench.drawn = Draws(position, drawn)
+    made: Draws = bench.drawn
     return made
 
 
-# --- comparisons -----
+def _normal(bench: Examination, rows: int, columns: int, seed: int = 0) -> Tensor:
+    bench.function("cast_stochastic")
+    return bench.normal(rows, columns, bench.stochastic, seed)
 
 
-def _normal(rows: int, columns: int, seed: int = 0) -> Callable[[Examination], Tensor]:
-    """Return inputs of one tensor of normal bf16 numbers of about this size."""
-
-    def made(bench: Examination) -> Tensor:
-        bench.function("cast_stochastic")
-        return bench.normal(rows, columns, bench.stochastic, seed)
-
-    return made
-
-
-def _adjacent(bench: Examination, one: Property) -> Row:
+def _adjacent(bench: Examination) -> Row:
     """Compare every draw with the two neighbours of its element, up to the roundings of dequantisation."""
-    x = one.inputs(bench)
+    x = _normal(bench, 64, 128)
     below, step, position = grid(bench, x)
     differ = cases = 0
     block = None
@@ -118,32 +110,30 @@ def _adjacent(bench: Examination, one: Property) -> Row:
         if wrong.any() and block is None:
             row, column = (int(i) for i in wrong.nonzero()[0])
             lower, upper = float(below[row, column]), float((below + step)[row, column])
-            drawn = (float(values[row, column]),)
-            text = f"neighbours {lower:.6g} and {upper:.6g}"
-            place = f"row {row}, column {column}"
-            block = Block(place, (float(x[row, column]),), (lower, upper), drawn, text)
-    return decided(one.name, cases, differ, block)
+            block = Block(
+                f"row {row}, column {column}",
+                (float(x[row, column]),),
+                (lower, upper),
+                (float(values[row, column]),),
+                f"neighbours {lower:.6g} and {upper:.6g}",
+            )
+    return decided(cases, differ, block)
 
 
-def _on_grid(bench: Examination) -> Tensor:
+def _kept(bench: Examination) -> Row:
+    """Compare draws of values on the grid with the values, up to the roundings of dequantisation."""
     quant = bench.stochastic
     amax = inputs.exact_amax([(quant, None)])
     if amax is None:
         raise NotApplicableError("the recipe's headroom leaves no tensor of bf16 numbers on the grid")
-    size = bench.rows(64), bench.columns(128, quant)
-    return bench.typed(inputs.permuted_tiles(*size, bench.seed, amax))
-
-
-def _kept(bench: Examination, one: Property) -> Row:
-    """Compare draws of values on the grid with the values, up to the roundings of dequantisation."""
-    x = one.inputs(bench)
+    x = bench.typed(inputs.permuted_tiles(*bench.size(64, 128, quant), bench.seed, amax))
     differ = sum(int(far(_values(bench, x, seed), x.float()).sum()) for seed in range(CALLS))
-    return decided(one.name, CALLS * x.numel(), differ)
+    return decided(CALLS * x.numel(), differ)
 
 
 def _moment(
     of: Callable[[Tensor, float], Tensor], expected: Callable[[float], float], allowed: Callable[..., float]
-) -> Callable[[Examination, Property], Row]:
+) -> Callable[[Examination], Row]:
     """Return the comparison of a moment of draws at each position: five standard deviations of the counts,
     and 2^-8 for the random bits.
 
@@ -152,8 +142,8 @@ def _moment(
     the random bits.
     """
 
-    def compare(bench: Examination, one: Property) -> Row:
-        made, off, texts, cases = one.inputs(bench), False, [], 0
+    def compare(bench: Examination) -> Row:
+        made, off, texts, cases = draws(bench), False, [], 0
         for position in POSITIONS:
             hit = (made.position - position).abs() < 1e-6
             if not hit.any():
@@ -164,16 +154,9 @@ def _moment(
             reach = allowed(position, len(ups), bench.stochastic.bits)
             off |= not abs(got - right) <= reach
             texts.append(f"{got:.4f} at {position:g} of a step, not {right:.4f} +- {reach:.4f}")
-        return decided(one.name, cases, int(off), detail="; ".join(texts) if off else "")
+        return decided(cases, int(off), detail="; ".join(texts) if off else "")
 
     return compare
-
-
-_mean = _moment(
-    lambda ups, position: ups,
-    lambda position: position,
-    lambda position, count, bits: 2.0**-bits + SIGMAS * math.sqrt(position * (1 - position) / count),
-)
 
 
 def _variance_reach(position: float, count: int, bits: int) -> float:
@@ -183,20 +166,13 @@ def _variance_reach(position: float, count: int, bits: int) -> float:
     return SIGMAS * skew * math.sqrt(variance / count) + skew * 2.0**-bits + 1e-2 * variance
 
 
-_variance = _moment(
-    lambda ups, position: (ups - position).square(),
-    lambda position: position * (1 - position),
-    _variance_reach,
-)
-
-
-def _bias(bench: Examination, one: Property) -> Row:
+def _bias(bench: Examination) -> Row:
     """Report the mean error in steps, and the gain of normal numbers, with their 95 % intervals."""
-    made: Draws = one.inputs(bench)
+    made = draws(bench)
     inner = made.position > 0
     error = torch.cat([(drawn - made.position)[inner] for drawn in made.drawn])
     half = SIGMAS / 2.5 * float(error.std()) / math.sqrt(len(error))
-    x = _normal(128, 256, 3)(bench)
+    x = _normal(bench, 128, 256, 3)
     gains = []
     for seed in range(CALLS):
         values = _values(bench, x, seed).double()
@@ -204,12 +180,12 @@ def _bias(bench: Examination, one: Property) -> Row:
     mean = sum(gains) / CALLS
     spread = 2 * math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (CALLS - 1) / CALLS)
     detail = f"mean error {float(error.mean()):+.4f} +- {half:.4f} step; gain of normal data"
-    return Row(one.name, Outcome.REPORT, len(error), 0, detail=f"{detail} {mean:.4f} +- {spread:.4f}")
+    return Row("", Outcome.REPORT, len(error), 0, detail=f"{detail} {mean:.4f} +- {spread:.4f}")
 
 
-def _seeds(bench: Examination, one: Property) -> Row:
+def _seeds(bench: Examination) -> Row:
     """Compare draws of equal and of other seeds, seed 0 included, exactly."""
-    x = one.inputs(bench)
+    x = _normal(bench, 32, 128)
     drawn = {seed: _values(bench, x, seed) for seed in (0, 1, 2, 12345)}
     same = [(a, b) for a in drawn for b in drawn if a < b and torch.equal(drawn[a], drawn[b])]
     changed = [seed for seed in drawn if not torch.equal(_values(bench, x, seed), drawn[seed])]
@@ -218,14 +194,14 @@ def _seeds(bench: Examination, one: Property) -> Row:
     elif changed and bench.subject.seeded:
         detail = f"seed {changed[0]} gives other draws the second time"
     else:
-        return Row(one.name, Outcome.PASS, len(drawn))
+        return decided(len(drawn), 0)
     pairs = len(drawn) * (len(drawn) - 1) // 2
-    return Row(one.name, Outcome.FAIL, pairs + len(drawn), len(same) + len(changed), detail=detail)
+    return decided(pairs + len(drawn), len(same) + len(changed), detail=detail)
 
 
-def _independent(bench: Examination, one: Property) -> Row:
+def _independent(bench: Examination) -> Row:
     """Correlate draws of neighbours, rows, blocks, halves and seeds: five standard deviations."""
-    made: Draws = one.inputs(bench)
+    made = draws(bench)
     inner = made.position > 0
     residual = [torch.where(inner, drawn - made.position, 0.0) for drawn in made.drawn]
     rows, columns = made.position.shape
@@ -257,7 +233,7 @@ def _independent(bench: Examination, one: Property) -> Row:
         size = abs(ratio) / (SIGMAS / math.sqrt(number) + 2.0**-8)
         if size > worst:
             worst, text = size, f"draws of {what} correlate: {ratio:.3f}"
-    return decided(one.name, cases, int(bool(text)), detail=text)
+    return decided(cases, int(bool(text)), detail=text)
 
 
 def _correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
@@ -270,9 +246,9 @@ def _correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
     return float((one * other).sum()) / power if power else 0.0, int(both.sum())
 
 
-def _halves(bench: Examination, one: Property) -> Row:
+def _halves(bench: Examination) -> Row:
     """Compare the draws of two equal tensors in one call, one above the other: five standard deviations."""
-    half = one.inputs(bench)
+    half = _normal(bench, 64, 256)
     values = _values(bench, torch.cat((half, half)), 5)
     _, _, position = grid(bench, half)
     inner = position > 0
@@ -282,16 +258,26 @@ def _halves(bench: Examination, one: Property) -> Row:
     limit = expected + SIGMAS * math.sqrt(expected * (1 - expected) / int(inner.sum()))
     differ = share > limit
     detail = f"{100 * share:.1f} % of draws agree, not {100 * expected:.1f} %" if differ else ""
-    return decided(one.name, int(inner.sum()), int(differ), detail=detail)
+    return decided(int(inner.sum()), int(differ), detail=detail)
 
 
+_mean = _moment(
+    lambda ups, position: ups,
+    lambda position: position,
+    lambda position, count, bits: 2.0**-bits + SIGMAS * math.sqrt(position * (1 - position) / count),
+)
+_variance = _moment(
+    lambda ups, position: (ups - position).square(),
+    lambda position: position * (1 - position),
+    _variance_reach,
+)
 PROPERTIES = (
-    Property("adjacent_draws", _normal(64, 128), "cast_stochastic", _adjacent),
-    Property("exact_values_kept", _on_grid, "cast_stochastic", _kept),
-    Property("mean_of_draws", draws, "cast_stochastic", _mean),
-    Property("variance_of_draws", draws, "cast_stochastic", _variance),
-    Property("bias_of_draws", draws, "cast_stochastic", _bias),
-    Property("seeds", _normal(32, 128), "cast_stochastic", _seeds),
-    Property("independent_draws", draws, "cast_stochastic", _independent),
-    Property("calls_differ", _normal(64, 256), "cast_stochastic", _halves),
+    Property("adjacent_draws", "cast_stochastic", _adjacent),
+    Property("exact_values_kept", "cast_stochastic", _kept),
+    Property("mean_of_draws", "cast_stochastic", _mean),
+    Property("variance_of_draws", "cast_stochastic", _variance),
+    Property("bias_of_draws", "cast_stochastic", _bias),
+    Property("seeds", "cast_stochastic", _seeds),
+    Property("independent_draws", "cast_stochastic", _independent),
+    Property("calls_differ", "cast_stochastic", _halves),
 )
