@@ -5,7 +5,6 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from typing import IO
 
 from ablate.engines.gpu_access import hidden
 from ablate.provenance import own_command
@@ -62,11 +61,11 @@ class Checkup:
         try:
             status = self._process.wait(self._timeout)
         except subprocess.TimeoutExpired:
-            raise Unfit(
-                _complaint([f"the quick checks did not end within {duration(self._timeout)}"])
-            ) from None
+            raise _unfit([f"the quick checks did not end within {duration(self._timeout)}"]) from None
         if status != 0:
-            raise Unfit(_complaint(_problems(_text(self._output)) or [_failure(status, _text(self._errors))]))
+            self._output.seek(0)
+            self._errors.seek(0)
+            raise _unfit(_problems(status, self._output.read(), self._errors.read()))
         self._known = True
         if self._subject is not None:
             passed_checks.keep(self._subject)
@@ -82,32 +81,19 @@ class Checkup:
             self._errors.close()
 
 
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
-
-
-def _failure(status: int, errors: str) -> str:
-    lines = errors.strip().splitlines()
-    return f"the quick checks ended with status {status}{': ' + lines[-1] if lines else ''}"
-
-
-def _problems(output: str) -> list[str]:
-    """Return a line for each row that is off; none if the output is incomplete."""
+def _problems(status: int, output: str, errors: str) -> list[str]:
+    """Return a line for each row that is off; if the output is incomplete, one on the end of the process."""
     try:
-        rows = json.loads(output)["rows"]
+        off = [row for row in json.loads(output)["rows"] if row["ok"] is False]
     except ValueError:
-        return []
-    return [
-        f"{row['what']}: {row['measured']}; expected {row['expected']}" for row in rows if row["ok"] is False
+        off = []
+    last = "".join(f": {line}" for line in errors.strip().splitlines()[-1:])
+    return [f"{row['what']}: {row['measured']}; expected {row['expected']}" for row in off] or [
+        f"the quick checks ended with status {status}{last}"
     ]
 
 
-def _complaint(problems: list[str]) -> str:
-    lines = [
-        "The numerics on this machine are wrong, so no trial was started:",
-        *(f"  {problem}" for problem in problems),
-    ]
-    return "\n".join(
-        [*lines, "See `python -m ablate.doctor`. Nothing is lost: once it agrees, the same command goes on."]
-    )
+def _unfit(problems: list[str]) -> Unfit:
+    first = "The numerics on this machine are wrong, so no trial was started:"
+    last = "See `python -m ablate.doctor`. Nothing is lost: once it agrees, the same command goes on."
+    return Unfit("\n".join([first, *(f"  {problem}" for problem in problems), last]))

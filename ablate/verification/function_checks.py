@@ -20,6 +20,7 @@ from ablate.numerics.own import kind_of as kind_of_file
 from ablate.numerics.rounding import nearest
 from ablate.numerics.scaling import block_amax, round_scale
 from ablate.numerics.spec import BlockScale
+from ablate.verification.check_result import present
 from ablate.verification.workload_checks import Promise
 
 _GRIDS = {
@@ -81,8 +82,12 @@ def promises(
     `quick`: leave out the mean over all draws, which takes most of the time and fails nothing; `formats`: the
     only ones with which it is tried; empty: all.
     """
-    if field == ELEMENT:
-        yield from _of_grid(word)
+    if field == ELEMENT:  # what it holds, and that rounding leaves its values alone
+        grid, values = element_format(word), torch.tensor(word.values)
+        held = f"{len(values)} magnitudes from 0 to {grid.max:g}: {grid.bits} bits with the sign"
+        yield Promise("is a grid", True, held)
+        kept = torch.equal(nearest(values, grid), values) and torch.equal(nearest(-values, grid), -values)
+        yield Promise("its values are rounded to themselves", kept, "to nearest, with both signs")
         return
     grids = _GRIDS.get(field, {"": None})
     if formats:
@@ -96,9 +101,8 @@ def promises(
                 found = check(trial)
             except InputError as error:
                 moved = isinstance(error, OwnFunctionError) and error.unrepeatable
-                found = Promise(
-                    _REPEATS if moved else "", False, f"{error}{grid_name and f', with {grid_name}'}"
-                )
+                detail = f"{error}{grid_name and f', with {grid_name}'}"
+                found = Promise(_REPEATS if moved else "", False, detail)
             if found is not None and (not found.kept or found.remedy):
                 break
         if found is not None:
@@ -108,10 +112,11 @@ def promises(
 
 
 class _Trial:
-    """One function with one grid, and the inputs that it is tried on."""
+    """One function with one grid, and the inputs that it is tried on; `maps`: a result corresponds to an
+    argument, as of a rounding or a quantiser, and not of a statistic."""
 
     def __init__(self, field: str, word: Own, grid: Format | None, device: str) -> None:
-        self.field, self.word, self.grid = field, word, grid
+        self.field, self.word, self.grid, self.maps = field, word, grid, not field.endswith("statistic")
         top = grid.max if grid and field == "rounding" else 4.0
         tiles = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)) * top / 2
         tiles[0, 0, 0] = torch.arange(16) * top / 16
@@ -133,11 +138,10 @@ class _Trial:
         bits = torch.randint(2**width, main.shape, generator=generator).float().to(main.device)
         bits = bits if draw is None else torch.full_like(bits, draw * 2 ** (width - _WIDTH))
         if self.field == "rounding":
-            return own_calls.rounded(self.word, main, _present(self.grid), bits, width)
+            return own_calls.rounded(self.word, main, present(self.grid), bits, width)
         if self.field == "scale.rounding":
-            grid = _present(self.grid)
-            name = next(name for name, other in SCALES.items() if other == grid)
-            to = BlockScale(format=name)
+            grid = present(self.grid)
+            to = BlockScale(format=next(name for name, other in SCALES.items() if other == grid))
             tiles = main * self.tiles[: main.shape[0], :, : main.shape[2]] * 1.5
             return own_calls.scales(
                 self.word, main, grid, bits, tiles, ELEMENTS["e2m1"], lambda scale: round_scale(scale, to)
@@ -147,25 +151,6 @@ class _Trial:
         amaxes = block_amax(main.view(len(main), *_SHAPE[1:]))
         amaxes = amaxes if main.ndim == len(_SHAPE) else amaxes.flatten()
         return own_calls.statistic(self.field, self.word, main, amaxes)
-
-    @property
-    def maps(self) -> bool:
-        """True if a result corresponds to an argument: it is a rounding or a quantiser, not a statistic."""
-        return not self.field.endswith("statistic")
-
-
-def _present(grid: Format | None) -> Format:
-    assert grid is not None
-    return grid
-
-
-def _of_grid(word: Own) -> Iterator[Promise]:
-    """Yield the properties of an element grid: what it holds, and that rounding leaves its values alone."""
-    grid, values = element_format(word), torch.tensor(word.values)
-    held = f"{len(values)} magnitudes from 0 to {grid.max:g}: {grid.bits} bits with the sign"
-    yield Promise("is a grid", True, held)
-    kept = torch.equal(nearest(values, grid), values) and torch.equal(nearest(-values, grid), -values)
-    yield Promise("its values are rounded to themselves", kept, "to nearest, with both signs")
 
 
 def _runs(trial: _Trial) -> Promise:
@@ -229,7 +214,7 @@ def _neighbours(trial: _Trial) -> Promise | None:
 def _not_nearest(trial: _Trial) -> Promise | None:
     if trial.field != "rounding":
         return None
-    grid, main = _present(trial.grid), trial.main
+    grid, main = present(trial.grid), trial.main
     lower, upper = grid.neighbours(main.abs())
     inner = (main.abs() <= grid.max) & (2 * main.abs() != lower + upper) & (lower != upper)
     equal = (trial.made(main) == nearest(main, grid))[inner]
@@ -248,8 +233,7 @@ def _idempotent(trial: _Trial) -> Promise | None:
     if torch.equal(once, twice):
         return Promise("", True, "results are left as they are")
     other = once != twice
-    detail = f"{once[other][0]:g} becomes {twice[other][0]:g}"
-    return Promise("", True, detail, _MEANT)
+    return Promise("", True, f"{once[other][0]:g} becomes {twice[other][0]:g}", _MEANT)
 
 
 def _symmetric(trial: _Trial) -> Promise | None:
@@ -278,10 +262,8 @@ def _unbiased(trial: _Trial) -> Promise | None:
         error, unit = error / far.clamp(min=1e-30), "of the largest error of one"
     worst = error.max().item()
     detail = f"largest |mean error| over all {2**_WIDTH} draws: {worst:.2g} {unit}"
-    biased = worst > 2.0**-_WIDTH
-    return Promise(
-        "", True, detail, f"nothing, if this is meant; {_WIDTH} bits reach {2.0**-_WIDTH:.2g}" * biased
-    )
+    remedy = f"{_MEANT}; {_WIDTH} bits reach {2.0**-_WIDTH:.2g}" * (worst > 2.0**-_WIDTH)
+    return Promise("", True, detail, remedy)
 
 
 CHECKS: dict[str, Callable[[_Trial], Promise | None]] = {

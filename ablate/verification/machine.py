@@ -28,11 +28,10 @@ def facts() -> Iterator[Fact]:
     memory = psutil.virtual_memory()
     yield "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free", ""
     yield "python, torch", f"{environment['python']}, {torch.__version__}", ""
-    yield (
-        "bf16 on the processor",
-        bf16(),
-        "any; the two add in other orders, and losses differ slightly",
-    )
+    flags = provenance.vector_flags()
+    native = " and ".join(name for flag, name in BF16_FLAGS.items() if flag in flags)
+    any_order = "any; the two add in other orders, and losses differ slightly"
+    yield "bf16 on the processor", f"native, by {native}" if native else "by fp32, slower", any_order
     available = torch.cuda.is_available()
     gpus = f"{torch.cuda.device_count()} with CUDA" if available else "none with CUDA"
     yield "GPUs", gpus, "" if available else device_class().why
@@ -42,13 +41,6 @@ def facts() -> Iterator[Fact]:
     for name in sorted({*ENGINES} - {"emulated"}):
         reason = refusal(name)
         yield f"engine {name}", f"not available: {reason}" if reason else "runs", ""
-
-
-def bf16() -> str:
-    """Return a description of the processor's bf16 products: native, or by fp32."""
-    flags = provenance.vector_flags()
-    native = [name for flag, name in BF16_FLAGS.items() if flag in flags]
-    return f"native, by {' and '.join(native)}" if native else "by fp32, slower"
 
 
 def gpu(number: int) -> Iterator[Fact]:
@@ -76,8 +68,8 @@ def library() -> str:
     main = installed("transformer-engine")
     if main is None:
         return "not installed"
-    native = [f"{part} {installed(part)}" for part in PARTS if installed(part)]
-    return f"{main}, {' and '.join(native) if native else 'without a native part'}"
+    native = " and ".join(f"{part} {installed(part)}" for part in PARTS if installed(part))
+    return f"{main}, {native or 'without a native part'}"
 
 
 def refusal(engine: str) -> str | None:

@@ -81,9 +81,8 @@ def _sign(differences: NDArray[np.float64], least: float) -> int:
 
 def _unrotated(recipe: Recipe) -> Recipe:
     """Return a recipe without the rotations of its backward products."""
-    changed = {
-        name: getattr(recipe, name).model_copy(update={"hadamard": None}) for name in ("dgrad", "wgrad")
-    }
+    names = ("dgrad", "wgrad")
+    changed = {name: getattr(recipe, name).model_copy(update={"hadamard": None}) for name in names}
     return recipe.model_copy(update=changed)
 
 
@@ -107,10 +106,9 @@ class Ranking:
     def groups(self) -> dict[str, list[str]]:
         """Names of the recipes of each group that has any, from the lowest error up."""
         order = sorted(self.measured, key=lambda name: self.measured[name].by_layer().mean())
-        made = {
-            title: [name for name in order if self.measured[name].passes == passes]
-            for passes, title in GROUPS.items()
-        }
+        made: dict[str, list[str]] = {title: [] for title in GROUPS.values()}
+        for name in order:
+            made[GROUPS[self.measured[name].passes]].append(name)
         return {title: names for title, names in made.items() if names}
 
     def pairs(self, names: Sequence[str]) -> dict[tuple[str, str], Order]:

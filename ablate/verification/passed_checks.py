@@ -21,20 +21,8 @@ from ablate.files import write
 _VALID_SECONDS = 86_400.0
 _LIBRARIES = ("torch", "numpy")
 _PREFIXES = (
-    "ABLATE_PRODUCTS",
-    "ATEN_",
-    "CUBLAS_",
-    "CUDA_",
-    "CUDNN_",
-    "DNNL_",
-    "KMP_",
-    "LD_",
-    "MKL_",
-    "OMP_",
-    "ONEDNN_",
-    "OPENBLAS_",
-    "PYTHON",
-    "TORCH",
+    *("ABLATE_PRODUCTS", "ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "KMP_", "LD_", "MKL_", "OMP_"),
+    *("ONEDNN_", "OPENBLAS_", "PYTHON", "TORCH"),
 )
 """Beginnings of environment variables that may change what is computed, or which code."""
 
@@ -49,7 +37,7 @@ def subject(environment: Mapping[str, str] = os.environ) -> dict[str, object]:
         "processor": _processor(),
         "gpus": gpus(),
         "environment": {
-            name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)
+            name: environment[name] for name in sorted(environment) if name.startswith(_PREFIXES)
         },
     }
 
@@ -97,11 +85,8 @@ def gpus(driver: Path = Path("/proc/driver/nvidia")) -> list[str]:
     """Return the version of NVIDIA's driver and the models of the GPUs; empty without one."""
     try:
         lines = (driver / "version").read_text().splitlines()
-        lines += [
-            line
-            for path in sorted(driver.glob("gpus/*/information"))
-            for line in path.read_text().splitlines()
-        ]
+        for path in sorted(driver.glob("gpus/*/information")):
+            lines += path.read_text().splitlines()
     except OSError:
         return []
     return [line for line in lines if line.startswith(("NVRM", "Model", "GPU UUID", "Video BIOS"))]

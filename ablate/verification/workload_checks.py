@@ -107,7 +107,7 @@ class Runs:
         if key not in self._kept:
             window = {"trunk": None, "positions": (0,), "windows": (self.workload.steps,), "anneal": anneal}
             forks = None if anneal is None else Forks.model_validate(window)
-            self._kept[key] = list(self._run(recipe or self.recipe, seed, telemetry, forks=forks))
+            self._kept[key] = list(self._run(recipe, seed, telemetry, forks=forks))
         return self._kept[key]
 
     def interrupted(self, at: int, folder: Path) -> tuple[list[Record], int | None]:
@@ -136,8 +136,7 @@ class Runs:
         """Run the workload, show the progress, and collect the files that it opens."""
         self._begun += 1
         self.show(f"run {self._begun} of about 8")
-        recipe = recipe or self.recipe
-        run = TrialRun(recipe, seed, "emulated", self.device, telemetry, checkpoints, forks)
+        run = TrialRun(recipe or self.recipe, seed, "emulated", self.device, telemetry, checkpoints, forks)
         source = self.workload.records(run)
         with opened() as paths, passed_over(self.passed_over):
             try:
@@ -174,7 +173,15 @@ def promises(runs: Runs) -> Iterator[Promise]:
         if remedy:
             break
     if files := runs.unseen:
-        yield _reads(files)
+        folder = Path.cwd()
+        shown = [str(path.relative_to(folder) if path.is_relative_to(folder) else path) for path in files]
+        yield Promise(
+            f"it reads {counted(len(files), 'file')} that a trial's identity does not have",
+            True,
+            ", ".join(shown[:_LISTED]) + f" and {len(shown) - _LISTED} more" * (len(shown) > _LISTED),
+            "an edit of such a file does not run a finished trial again; list data under `data:` and code"
+            " under `sources:` of the workload",
+        )
 
 
 Outcome = tuple[str, str]
@@ -208,15 +215,12 @@ def _takes_its_steps(runs: Runs) -> Outcome:
     last, steps = max(record.step for record in runs.records()), runs.workload.steps
     if last == steps:
         return f"{steps} steps", ""
-    return (
-        f"the last record is that of step {last} of {steps}",
-        "runs of unequal length are not compared: train until the last step, and log it",
-    )
+    remedy = "runs of unequal length are not compared: train until the last step, and log it"
+    return f"the last record is that of step {last} of {steps}", remedy
 
 
 def _repeats(runs: Runs) -> Outcome:
-    difference = first_difference(runs.records(), runs.records(again=True))
-    if not difference:
+    if not (difference := first_difference(runs.records(), runs.records(again=True))):
         return "two runs of seed 0 are equal to the bit", ""
     return (
         difference,
@@ -291,14 +295,10 @@ def _anneals(runs: Runs) -> Outcome:
 
 
 def _telemetry(runs: Runs) -> Outcome:
-    difference = first_difference(runs.records(), runs.records(telemetry=_OFTEN))
-    if not difference:
+    if not (difference := first_difference(runs.records(), runs.records(telemetry=_OFTEN))):
         return "measured in every step and in none: equal to the bit", ""
-    return (
-        difference,
-        "a measurement of operands changed the training; a hook or a metric of your own may draw random"
-        " numbers",
-    )
+    remedy = "a measurement of operands changed the training; a hook or a metric of your own may draw random"
+    return difference, f"{remedy} numbers"
 
 
 def _resumes(runs: Runs) -> Outcome:
@@ -315,8 +315,7 @@ def _resumes(runs: Runs) -> Outcome:
         )
     seen = {record.step for record in records}  # a command may be ahead of what was read when it is stopped
     whole = [record for record in runs.records() if runs.workload.resumes or record.step in seen]
-    difference = first_difference(whole, records)
-    if not difference:
+    if not (difference := first_difference(whole, records)):
         return f"stopped after step {half} and continued: equal to the bit", ""
     if not runs.workload.resumes:
         return difference, "something that later steps depend on is not in the checkpoint of the command"
@@ -324,20 +323,6 @@ def _resumes(runs: Runs) -> Outcome:
         difference,
         "something that later steps depend on is not in trial.checkpoint(...): the optimizer, a scheduler, a"
         " moving average, a scaler, or the loader's place; take batches from trial.steps(loader)",
-    )
-
-
-def _reads(files: list[Path]) -> Promise:
-    """Return the note on files that the code reads and a trial's identity does not have."""
-    folder = Path.cwd()
-    shown = [str(path.relative_to(folder) if path.is_relative_to(folder) else path) for path in files]
-    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
-    return Promise(
-        f"it reads {counted(len(files), 'file')} that a trial's identity does not have",
-        True,
-        ", ".join(shown[:_LISTED]) + more,
-        "an edit of such a file does not run a finished trial again; list data under `data:` and code under"
-        " `sources:` of the workload",
     )
 
 
@@ -356,6 +341,5 @@ def first_difference(one: list[Record], other: list[Record]) -> str:
     for key in sorted(first.keys() | second.keys()):
         a, b = first.get(key), second.get(key)
         if a != b and not (a is not None and b is not None and math.isnan(a) and math.isnan(b)):
-            step, name = key
-            return f"{name} at step {step}: {a!r} and {b!r}"
+            return f"{key[1]} at step {key[0]}: {a!r} and {b!r}"
     return ""

@@ -14,7 +14,7 @@ from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
-from ablate.verification.conformance.stages.casts import first_wrong_stage
+from ablate.verification.conformance.stages import first_wrong_stage
 from ablate.verification.conformance.subject import Subject
 
 

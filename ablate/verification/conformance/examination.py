@@ -169,7 +169,7 @@ class Examination:
             raise NotApplicableError(f"the subject has no {name}({FUNCTIONS[name]})")
         return function  # type: ignore[no-any-return]
 
-    def call(self, name: str, *tensors: Tensor, what: str = "", **more: Any) -> Any:
+    def call(self, name: str, *tensors: Tensor, **more: Any) -> Any:
         """Call one of the subject's functions with tensors on its device; RefusedError if it raises."""
         function = self.function(name)
         handed = [tensor.to(self.subject.device) for tensor in tensors]
@@ -181,16 +181,14 @@ class Examination:
             lines = str(error).strip().splitlines() or [""]
             shapes = ", ".join(f"{list(z.shape)} {str(z.dtype).removeprefix('torch.')}" for z in tensors)
             said = f"{type(error).__name__}: {lines[0][:_SHOWN]}" if lines[0] else type(error).__name__
-            raise RefusedError(f"{name} raises for {what or shapes}: {said}{self._advice(said)}") from error
-
-    def _advice(self, said: str) -> str:
-        """Return what to change for a subject's own error message, or ''."""
-        low = said.lower()
-        if self.subject.device == "cpu" and ("cuda" in low or "gpu" in low):
-            return "; --device cuda hands in tensors on a GPU"
-        if self.subject.rows == 1 and any(word in low for word in ("multiple of", "divisible", "aligned")):
-            return "; name the sizes that it takes: Subject(..., rows=128, columns=128)"
-        return ""
+            low, advice = said.lower(), ""
+            if self.subject.device == "cpu" and ("cuda" in low or "gpu" in low):
+                advice = "; --device cuda hands in tensors on a GPU"
+            elif self.subject.rows == 1 and any(
+                one in low for one in ("multiple of", "divisible", "aligned")
+            ):
+                advice = "; name the sizes that it takes: Subject(..., rows=128, columns=128)"
+            raise RefusedError(f"{name} raises for {shapes}: {said}{advice}") from error
 
     def cast(self, x: Tensor, quant: Quant, name: str = "cast", **more: Any) -> Numbers:
         """Call a cast and return its numbers; RefusedError if it raises, or returns something unreadable."""

@@ -19,13 +19,8 @@ from ablate.verification.conformance.subject import Quantised
 FP32_ROUNDINGS = 2.0**-21
 """Relative tolerance of fp32 values: code x scale x outer is at most four roundings on either side, each of
 at most 2^-24. Neighbouring codes and scales are 1/16 apart or more."""
-TOLERANCES = {
-    torch.float32: FP32_ROUNDINGS,
-    torch.bfloat16: 2.0**-8,
-    torch.float16: 2.0**-10,
-    torch.float64: FP32_ROUNDINGS,
-}
-"""Relative tolerance of values by dtype: that of fp32, and one rounding to the dtype on either side."""
+TOLERANCES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+"""Relative tolerance of values by dtype, else that of fp32: and one rounding to the dtype on either side."""
 SMALLEST = {torch.float16: 2.0**-24}
 """Absolute tolerance by dtype: the smallest subnormal of fp16; else the smallest normal fp32 number, since a
 GPU may flush subnormals."""
@@ -78,9 +73,6 @@ def over_elements(scales: Tensor, length: int, columns: int) -> Tensor:
     return scales.repeat_interleave(length, dim=1)[:, :columns]
 
 
-# --- what a subject returned ----------------------------------------------------------------------
-
-
 def read(result: object, rows: int, columns: int, quant: Quant, swizzled: bool = False) -> Numbers:
     """Return what a subject returned as fp32 numbers on the CPU; UnreadableError if it has another form or
     shape.
@@ -111,11 +103,15 @@ def read(result: object, rows: int, columns: int, quant: Quant, swizzled: bool =
         raise UnreadableError(f"returned values {list(values.shape)} for x {[rows, columns]}")
     if amax is not None and amax.numel() != 1:
         raise UnreadableError(f"returned amax {list(amax.shape)}; it is a scalar")
+    codes = None if codes is None else _codes(codes, rows, columns, quant)
+    scales = None if scales is None else _scales(scales, rows, columns, quant, swizzled)
+    if outer is not None and outer.numel() not in (1, rows):
+        raise UnreadableError(f"returned outer {list(outer.shape)}; it is a scalar or [rows, 1]")
     return Numbers(
         None if values is None else values.float(),
-        None if codes is None else _codes(codes, rows, columns, quant),
-        None if scales is None else _scales(scales, rows, columns, quant, swizzled),
-        None if outer is None else _factor(outer, rows),
+        codes,
+        scales,
+        None if outer is None else outer.float().reshape(() if outer.numel() == 1 else (rows, 1)),
         None if amax is None else amax.float().reshape(()),
         torch.float32 if values is None else values.dtype,
     )
@@ -131,13 +127,6 @@ def _dense(name: str, part: object) -> Tensor | None:
         form = f"{part.layout} and {part.dtype} on {part.device}".replace("torch.", "")
         raise UnreadableError(f"returned {name} of {form}; dense tensors are read")
     return part.detach().cpu()
-
-
-def _factor(outer: Tensor, rows: int) -> Tensor:
-    outer = outer.float()
-    if outer.numel() not in (1, rows):
-        raise UnreadableError(f"returned outer {list(outer.shape)}; it is a scalar or [rows, 1]")
-    return outer.reshape(()) if outer.numel() == 1 else outer.reshape(rows, 1)
 
 
 def _codes(codes: Tensor, rows: int, columns: int, quant: Quant) -> Tensor:
@@ -180,13 +169,11 @@ def _scales(scales: Tensor, rows: int, columns: int, quant: Quant, swizzled: boo
             return unswizzle(scales.reshape(-1), rows, blocks).float()
         except ValueError as error:
             raise UnreadableError(f"returned scales of another size: {error}") from None
-    shapes = {(rows, blocks): 1, (-(-rows // high), blocks): high}
     if scales.ndim == 1 and scales.numel() == rows * blocks:
         scales = scales.reshape(rows, blocks)
     if scales.ndim == 2:
-        for (high_rows, wide), repeat in shapes.items():
-            if scales.shape == (high_rows, wide):
-                return scales.float().repeat_interleave(repeat, dim=0)[:rows]
+        if scales.shape in ((rows, blocks), (-(-rows // high), blocks)):
+            return scales.float().repeat_interleave(1 if len(scales) == rows else high, dim=0)[:rows]
         other = next((size for size in (16, 32) if scales.shape == (rows, -(-columns // size))), length)
         if other != length and not blocks <= scales.shape[1] <= -(-blocks // 4) * 4:
             raise UnreadableError(
@@ -198,9 +185,6 @@ def _scales(scales: Tensor, rows: int, columns: int, quant: Quant, swizzled: boo
     raise UnreadableError(
         f"returned scales {list(scales.shape)} for x {[rows, columns]}, not {[rows, blocks]}"
     )
-
-
-# --- comparison -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -237,12 +221,10 @@ def differences(got: Numbers, expected: Numbers, length: int) -> Differences:
     blocks = torch.zeros(rows, -(-columns // length), dtype=torch.bool)
     cases = 0
     if got.codes is not None:
-        differ = unequal(got.codes, expected.codes)
+        elements = unequal(got.codes, expected.codes)
         if expected.scales is not None:
-            differ &= over_elements(expected.scales, length, columns) != 0
-            elements |= differ & ~over_elements(expected.scales, length, columns).isnan()
-        else:
-            elements |= differ
+            spread = over_elements(expected.scales, length, columns)
+            elements &= (spread != 0) & ~spread.isnan()
         cases += elements.numel()
     if got.scales is not None and expected.scales is not None:
         blocks = unequal(got.scales, expected.scales)

@@ -15,7 +15,7 @@ from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Hadamard, Quant
-from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
+from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, SLOTS, Products
 from ablate.verification.conformance.inputs import to_nearest
 
 PAIRS = {"y": SLOTS[0:2], "dx": SLOTS[2:4], "dw": SLOTS[4:6]}
@@ -59,10 +59,8 @@ def sources(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 def quantisers(products: Products) -> dict[str, tuple[Quant, Hadamard | None]]:
     """Return the quantiser of each quantised operand with the rotation of its product, by slot."""
-    return {
-        slot: (quant, getattr(products, slot.partition(".")[0]).hadamard)
-        for slot, quant in products.quantised()
-    }
+    rotations = {name: getattr(products, name).hadamard for name in DIRECTIONS["all"]}
+    return {slot: (quant, rotations[slot.partition(".")[0]]) for slot, quant in products.quantised()}
 
 
 def with_quantisers(products: Products, quants: Mapping[str, Quant]) -> Products:
@@ -76,18 +74,11 @@ def with_quantisers(products: Products, quants: Mapping[str, Quant]) -> Products
 
 def rounded_to_nearest(products: Products, slots: Collection[str] = SLOTS) -> Products:
     """Return the products with stochastic rounding replaced by rounding to nearest, in some operands."""
-    return with_quantisers(
-        products,
-        {
-            slot: to_nearest(quant)
-            for slot, quant in products.quantised()
-            if slot in slots and quant.rounding == "stochastic"
-        },
-    )
+    drawn = (one for one in products.quantised() if one[0] in slots and one[1].rounding == "stochastic")
+    return with_quantisers(products, {slot: to_nearest(quant) for slot, quant in drawn})
 
 
 def _cast(z: Tensor, how: tuple[Quant, Hadamard | None] | None, seed: int, slot: str) -> Operand:
-    """Return one operand of a product, z [rows, contraction]."""
     if how is None:
         return Operand(z)
     return quantize(z, how[0], rotation=how[1], clock=Clock(seed), where=site("conform", slot))

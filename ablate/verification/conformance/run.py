@@ -19,7 +19,7 @@ from ablate.verification.conformance.properties import PROPERTIES
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Outcome, Row, Wrong, counts
 from ablate.verification.conformance.source import as_subject
-from ablate.verification.conformance.stages.casts import first_wrong_stage
+from ablate.verification.conformance.stages import first_wrong_stage
 from ablate.verification.conformance.subject import Subject
 
 TRIES = 2

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +67,7 @@ def _called(function: Callable[[], object], name: str) -> object:
     try:
         made = function()
     except Exception as error:
-        raise InputError(f"{name}() raises {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"{name}() raises {_told(error)}") from error
     if not isinstance(made, Subject):
         raise InputError(f"{name}() returned a {type(made).__name__}; without parameters, return a Subject")
     return made
@@ -82,7 +81,14 @@ def find(text: str, recipe: str, device: str = "cpu") -> Subject:
     subject.
     """
     place, colon, name = text.rpartition(":")
-    subject = as_subject(_imported(place, name, text), name) if colon else _named(text, recipe)
+    if colon:
+        module = _opened(place, text)
+        if not hasattr(module, name):
+            public = [one for one in vars(module) if not one.startswith("_")]
+            raise InputError(f"{text}: {place} has no {name}; {nearest(name, public)}")
+        subject = as_subject(getattr(module, name), name)
+    else:
+        subject = _named(text, recipe)
     return replace(subject, device=device) if device != "cpu" else subject
 
 
@@ -90,25 +96,22 @@ def names() -> dict[str, Callable[[str], Subject]]:
     """Return the subjects that have a name, `ablate` and entry points, as functions of the recipe's name."""
     found: dict[str, Callable[[str], Subject]] = {"ablate": lambda recipe: emulator(load(recipe))}
     for entry in entry_points(group=GROUP):
-        found[entry.name] = partial(_of_entry, entry)
+        found[entry.name] = lambda recipe, entry=entry: as_subject(entry.load(), entry.name)  # type: ignore[misc]
     return found
-
-
-def _of_entry(entry: EntryPoint, recipe: str) -> Subject:
-    return as_subject(entry.load(), entry.name)
 
 
 def _named(text: str, recipe: str) -> Subject:
     known = names()
     if text.endswith(".py"):
-        names_of = [
+        things = vars(_opened(text, text)).items()
+        own = [
             name
-            for name, thing in vars(_opened(text, text)).items()
+            for name, thing in things
             if isinstance(thing, Subject)
             or (inspect.isfunction(thing) and thing.__module__ == Path(text).stem)
         ]
         raise InputError(
-            f"{text}: name one of its functions, as {text}:NAME; it has {', '.join(names_of) or 'none'}"
+            f"{text}: name one of its functions, as {text}:NAME; it has {', '.join(own) or 'none'}"
         )
     if text not in known:
         hint = f"give module:function, file.py:function or a folder of dumps; {nearest(text, known)}"
@@ -116,41 +119,22 @@ def _named(text: str, recipe: str) -> Subject:
     return known[text](recipe)
 
 
-def _imported(place: str, name: str, text: str) -> object:
-    """Import a module from the current folder or the environment, or a file, and return one of its names."""
-    module = _opened(place, text)
-    if not hasattr(module, name):
-        public = [one for one in vars(module) if not one.startswith("_")]
-        raise InputError(f"{text}: {place} has no {name}; {nearest(name, public)}")
-    return getattr(module, name)
-
-
 def _opened(place: str, text: str) -> ModuleType:
+    """Import a module from the current folder or the environment, or a file with its folder's modules."""
+    path = Path(place) if place.endswith(".py") else None
+    if path is not None and not path.is_file():
+        raise InputError(f"{path}: no such file")
+    folder = os.getcwd() if path is None else str(path.resolve().parent)
     try:
-        return _file(Path(place)) if place.endswith(".py") else _module(place)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return importlib.import_module(place) if path is None else import_file(path)
     except InputError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {_first_line(error)}"
-        raise InputError(f"{text}: importing {place} raises {why}") from error
+        raise InputError(f"{text}: importing {place} raises {_told(error)}") from error
 
 
-def _module(name: str) -> ModuleType:
-    _beside(os.getcwd())
-    return importlib.import_module(name)
-
-
-def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
-    _beside(str(path.resolve().parent))
-    return import_file(path)
-
-
-def _beside(folder: str) -> None:
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+def _told(error: BaseException) -> str:
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}"

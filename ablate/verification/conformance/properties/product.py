@@ -31,8 +31,7 @@ from ablate.verification.conformance.reference_product import (
     rounded_to_nearest,
 )
 from ablate.verification.conformance.result import Outcome, Row, decided
-from ablate.verification.conformance.stages.places import wrong_numbers
-from ablate.verification.conformance.stages.products import wrong_product
+from ablate.verification.conformance.stages import wrong_numbers, wrong_product
 
 REFERENCE_DRAWS, SIGMAS = 12, 8.0
 NAMES = ("y", "dx", "dw")

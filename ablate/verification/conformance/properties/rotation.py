@@ -10,7 +10,7 @@ from ablate.verification.conformance.examination import Examination, RefusedErro
 from ablate.verification.conformance.numbers import unequal
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Row, decided
-from ablate.verification.conformance.stages.places import number_ranges
+from ablate.verification.conformance.stages import number_ranges
 
 
 def _rotate(bench: Examination, x: Tensor) -> Tensor:
