@@ -117,9 +117,8 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     if not any(metric.name in run.records for run in runs):
         raise InputError(f"no run has a metric {metric.name!r}; {known}")
     if not recordable(metric.name):
-        raise InputError(
-            f"metric {metric.name!r}: {NAMING}; rename it: --metric {shlex.quote(f'NAME={metric.name}')}"
-        )
+        rename = f"--metric {shlex.quote(f'NAME={metric.name}')}"
+        raise InputError(f"metric {metric.name!r}: {NAMING}; rename it: {rename}")
     usable, kept = [], []
     open_ends = defaultdict[tuple[str, str], list[ForeignRun]](list)
     for run in runs:
@@ -151,12 +150,11 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     misfits = {run.short_name for run in runs if not run.arm}
     short = _short(kept, question, metric.name, steps, misfits)
     for run in short:
-        sentence = (
-            f"{run.name} is left out as asked: it ends at step {max(run.records[metric.name])} of {steps}; if"
-            f" it failed, {run.arm} looks better than it is"
+        ends = f"it ends at step {max(run.records[metric.name])} of {steps}"
+        said.append(
+            f"{run.name} is left out as asked: {ends}; if it failed, {run.arm} looks better than it is"
         )
-        left_out[run.arm].append(sentence)
-        said.append(sentence)
+        left_out[run.arm].append(said[-1])
     kept = [run for run in kept if run not in short]
     again = [run.records[metric.name] for run in kept if run.arm == question.floor]
     kept = [run for run in kept if run.arm != question.floor]
@@ -169,9 +167,8 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     if len({*ends}) > 1:
         raise InputError(f"--floor {question.floor}: its runs end at different steps")
     if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
-        raise InputError(
-            f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"
-        )
+        few = f"has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"
+        raise InputError(f"--floor {question.floor}: {few}")
     if metric.name == _LAST_STEP:
         said.append(
             f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
@@ -267,7 +264,7 @@ def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -
             named = [*found][:_MOST_FIELDS]
             shown = "; ".join(
                 f"{name} {' and '.join(found[name][:3])}"
-                + (f" and {len(found[name]) - 3} more" if len(found[name]) > 3 else "")
+                + f" and {len(found[name]) - 3} more" * (len(found[name]) > 3)
                 for name in named
             )
             options = " ".join(f"--ignore {shlex.quote(name)}" for name in named)

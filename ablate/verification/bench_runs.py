@@ -22,9 +22,6 @@ Line = dict[str, str | float | dict[str, str] | None]
 """Line of the table: values by column."""
 
 
-# --- quantisers -----------------------------------------------------------------------------------
-
-
 def operations(x: "Tensor") -> dict[str, Callable[[], object]]:
     """Return the quantisers to time, by name. Only bf16 is rotated."""
     import torch
@@ -106,9 +103,6 @@ def quantiser_speeds(
             for (back_end, name), one in found.items()
         ]
     return lines
-
-
-# --- training steps -------------------------------------------------------------------------------
 
 
 def in_both_modes(names: list[str]) -> dict[str, Recipe]:

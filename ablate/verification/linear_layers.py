@@ -6,6 +6,7 @@ into lines of the table.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
@@ -83,16 +84,9 @@ def shapes_of(model: str, tokens: int) -> list[Shape]:
     """Return the four linear layers of a model's block, with layers that share an input fused into one."""
     width, heads, kv_heads, hidden = MODELS[model]
     queries, keys = _HEAD * heads, _HEAD * kv_heads
-    widths = {
-        "qkv": (width, queries + 2 * keys),
-        "out": (queries, width),
-        "gate+up": (width, 2 * hidden),
-        "down": (hidden, width),
-    }
+    widths = {"qkv": (width, queries + 2 * keys), "out": (queries, width)}
+    widths |= {"gate+up": (width, 2 * hidden), "down": (hidden, width)}
     return [Shape(f"{model} {name}", tokens, *pair) for name, pair in widths.items()]
-
-
-# --- choice of the engine -------------------------------------------------------------------------
 
 
 def refused(
@@ -124,7 +118,15 @@ def refused(
 def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
     """Return the format in which each of the three products is multiplied, by its name. The emulator
     multiplies in its storage type, the others in the format of the operands if they fit."""
-    formats = {name: _format(getattr(products, name), engine, dtype) for name in DIRECTIONS["all"]}
+    formats = {}
+    for name in DIRECTIONS["all"]:
+        product: Product = getattr(products, name)
+        quants = [getattr(product, operand) for operand in product.operands]
+        if engine == NATIVE and all(quants):
+            formats[name] = "fp4" if product.fp4 else "fp8"
+        else:
+            wide = dtype == "fp32" or any(quant and quant.wide for quant in quants)
+            formats[name] = "fp32" if wide else "bf16"
     if module_name(engine) == SCALED:
         for name, given in scaled_mapping.plan(products, backend_of(engine)).items():
             if given.family:
@@ -132,18 +134,11 @@ def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
     return formats
 
 
-def _format(product: Product, engine: str, dtype: str) -> str:
-    quants = [getattr(product, operand) for operand in product.operands]
-    if engine == NATIVE and all(quants):
-        return "fp4" if product.fp4 else "fp8"
-    return "fp32" if dtype == "fp32" or any(quant and quant.wide for quant in quants) else "bf16"
-
-
-# --- layers ---------------------------------------------------------------------------------------
-
 Case = tuple[str, str]
 """Names of a recipe and of the engine that computes it."""
 Call = Callable[[], object]
+Unit = tuple[str, float]
+"""Name of a unit of speed, and its FLOP/s."""
 
 
 def layer_calls(
@@ -159,21 +154,18 @@ def layer_calls(
 
     generator = torch.Generator(device).manual_seed(0)
     _, tokens, inputs, outputs = shape
-    x, dy = (
-        torch.randn(tokens, n, generator=generator, device=device, dtype=torch.bfloat16)
-        for n in (inputs, outputs)
-    )
+    normal = partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
+    x, dy = normal(tokens, inputs), normal(tokens, outputs)
     bare = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
     weight = torch.empty(outputs, inputs, device=device, dtype=getattr(torch, DTYPES[weights]))
     bare.weight = torch.nn.Parameter(weight.normal_(0, 0.02, generator=generator))
     calls: dict[tuple[str, Case], Call] = {}
     for case, recipe in recipes.items():
         layer = _layer(bare, recipe, case[1])
-        calls |= {
-            (name, case): call for name, call in _passes(layer, x.detach().requires_grad_(), dy).items()
-        }
+        made = _passes(layer, x.detach().requires_grad_(), dy)
         if makes_operands(case[1]) and not recipe.plain:
-            calls |= {(name, case): call for name, call in _casts(layer, x, dy).items()}
+            made |= _casts(layer, x, dy)
+        calls |= {(name, case): call for name, call in made.items()}
     return calls
 
 
@@ -231,9 +223,6 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call
     return {"forward casts": forward_casts, "backward casts": backward_casts}
 
 
-# --- peaks ----------------------------------------------------------------------------------------
-
-
 def matmul(side: int, device: str) -> Call:
     """Return torch's square bf16 product a b^T, as a layer computes it: the yardstick if no peak is known.
     Without bf16 instructions the operands are converted to fp32, as in the layers: oneDNN's bf16 product then
@@ -243,9 +232,8 @@ def matmul(side: int, device: str) -> Call:
     from ablate.numerics.product import linear
 
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (
-        torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )
+    normal = partial(torch.randn, side, side, generator=generator, device=device, dtype=torch.bfloat16)
+    a, b = normal(), normal()
     return lambda: linear(a, b)
 
 
@@ -257,8 +245,6 @@ def side(device: str, seconds: Callable[[int], float]) -> int:
         size *= 2
     return size
 
-
-# --- lines ----------------------------------------------------------------------------------------
 
 WAYS = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
 """Products of each pass."""
@@ -344,10 +330,8 @@ def layer_speeds(
             seconds = {name: one.median for (name, of), one in found.items() if of == case}
             seconds["backward"] = max(seconds["both"] - seconds["forward"], 1e-9)
             both, plain = found["both", case], found["both", ("bf16", PLAIN)]
-            lines.append(
-                line(shape, case, recipe, seconds, peaks, unit)
-                | {"of bf16": both.median / plain.median, "spread": both.iqr / both.median}
-            )
+            more: Line = {"of bf16": both.median / plain.median, "spread": both.iqr / both.median}
+            lines.append(line(shape, case, recipe, seconds, peaks, unit) | more)
     return LayerSpeeds(lines, unit[0], description, reached)
 
 

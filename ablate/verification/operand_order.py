@@ -146,11 +146,8 @@ class Ranking:
             for names in self.groups.values()
             for (first, second), order in self.pairs(names).items()
         ]
-        return {
-            "recipes": recipes,
-            "pairs": pairs,
-            "accuracy": {where: own._asdict() for where, own in MEASURED.items()},
-        }
+        accuracy = {where: own._asdict() for where, own in MEASURED.items()}
+        return {"recipes": recipes, "pairs": pairs, "accuracy": accuracy}
 
 
 class Accuracy(NamedTuple):

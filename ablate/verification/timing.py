@@ -50,12 +50,9 @@ def interleaved(
     """
     from torch.utils import benchmark
 
+    code, clock = "before(); call()" if before else "call()", clock or benchmark.timer
     timers = [
-        benchmark.Timer(
-            "before(); call()" if before else "call()",
-            timer=clock or benchmark.timer,
-            globals={"before": before, "call": call},
-        )
+        benchmark.Timer(code, timer=clock, globals={"before": before, "call": call})
         for call in (*calls.values(), *([lambda: None] if before else []))
     ]
     blocks = [[timer.blocked_autorange(min_run_time=least) for timer in timers] for _ in range(rounds)]

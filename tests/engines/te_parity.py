@@ -34,8 +34,7 @@ from ablate.store.trial_store import Store  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402
 from ablate.verification import parity  # noqa: E402
 from ablate.verification.parity.bench import Bench  # noqa: E402
-from ablate.verification.parity.casts import exact_casts  # noqa: E402
-from ablate.verification.parity.draws import stochastic_draws  # noqa: E402
+from ablate.verification.parity.casts import exact_casts, stochastic_draws  # noqa: E402
 from ablate.verification.parity.linears import exact_products  # noqa: E402
 from ablate.verification.parity.training import short_training  # noqa: E402
 

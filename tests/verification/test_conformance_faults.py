@@ -23,7 +23,7 @@ from ablate.numerics.spec import Hadamard
 from ablate.recipes.presets import PRESETS
 from ablate.verification import peers
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.computation import RECIPE, NoComputationError
+from ablate.verification.conformance.declared import RECIPE, NoComputationError
 from ablate.verification.conformance.dumps import DumpedLayer
 from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference

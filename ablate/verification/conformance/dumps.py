@@ -28,7 +28,11 @@ from torch import Tensor
 
 from ablate.errors import InputError
 
-TENSORS = ("x", "w", "dy", "y", "dx", "dw")
+TENSORS = {
+    **{"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out")},
+    **{"y": ("tokens", "out"), "dx": ("tokens", "in"), "dw": ("out", "in")},
+}
+"""Names of the tensors, each with its dimensions."""
 TE_TENSORS = {"activation": "x", "weight": "w", "gradient": "dy", "output": "y", "dgrad": "dx", "wgrad": "dw"}
 """Names of Transformer Engine's DumpTensors."""
 _TE_FILE = re.compile(rf"(.+)_({'|'.join(TE_TENSORS)})(?:_iter_(\d+))?\.pt")
@@ -74,11 +78,8 @@ def read(folder: Path) -> list[DumpedLayer]:
 
 def _order(rank: int, step: int, name: str) -> tuple[int, int, list[tuple[str, int]]]:
     parts = _NUMBER.split(name)
-    return (
-        rank,
-        step,
-        [(text, int(number or 0)) for text, number in zip(parts[::2], [*parts[1::2], ""], strict=True)],
-    )
+    numbers = map(int, [*parts[1::2], "0"])
+    return rank, step, [*zip(parts[::2], numbers, strict=True)]
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
@@ -146,8 +147,6 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 def _misfits(layer: DumpedLayer) -> Iterator[str]:
     sizes: dict[str, tuple[int, str]] = {}
-    roles = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out"), "y": ("tokens", "out")}
-    roles |= {"dx": ("tokens", "in"), "dw": ("out", "in")}
     for name, tensor in layer.tensors.items():
         if not tensor.is_floating_point():
             yield f"{layer.name}: {name} holds {tensor.dtype}, and floating-point numbers are read"
@@ -155,7 +154,7 @@ def _misfits(layer: DumpedLayer) -> Iterator[str]:
         if tensor.element_size() < torch.bfloat16.itemsize:
             yield f"{layer.name}: {name} holds {tensor.dtype}, which is quantised: dump it in bf16 or wider"
             continue
-        for role, size in zip(roles[name], tensor.shape, strict=True):
+        for role, size in zip(TENSORS[name], tensor.shape, strict=True):
             known, other = sizes.setdefault(role, (size, name))
             if known != size:
                 yield (

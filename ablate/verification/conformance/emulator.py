@@ -1,6 +1,7 @@
 """This project's emulator as a subject: what training computes, by compiled kernels where they exist."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,19 +36,17 @@ def emulator(recipe: Recipe) -> Subject:
 
     nearest, square, stochastic, rotation = map(own, ("nearest", "square", "stochastic", "rotation"))
     given = nearest if nearest is not None and nearest.outer is not None else None
+    one = partial(multiplied, recipe)
     return Subject(
         "ablate",
-        cast=None if nearest is None else lambda x: returned(quantize(x, nearest), x),
-        cast_given=None if given is None else lambda x, amax: returned(quantize(x, static(given, amax)), x),
-        cast_stochastic=None
-        if stochastic is None
-        else lambda x, seed: returned(quantize(x, stochastic, clock=Clock(seed)), x),
-        cast_square=None if square is None else lambda x: returned(quantize(x, square), x),
-        rotate=None if rotation is None else lambda x: rotate(x, rotation, Clock(0)),
-        product=lambda x, w, dy: multiplied(recipe, x, w, dy),
-        grouped=lambda x, w, dy, offsets: grouped(
-            lambda *given: multiplied(recipe, *given), x, w, dy, offsets
-        ),
+        cast=nearest and (lambda x: returned(quantize(x, nearest), x)),
+        cast_given=given and (lambda x, amax: returned(quantize(x, static(given, amax)), x)),
+        cast_stochastic=stochastic
+        and (lambda x, seed: returned(quantize(x, stochastic, clock=Clock(seed)), x)),
+        cast_square=square and (lambda x: returned(quantize(x, square), x)),
+        rotate=rotation and (lambda x: rotate(x, rotation, Clock(0))),
+        product=one,
+        grouped=lambda x, w, dy, offsets: grouped(one, x, w, dy, offsets),
         columns=1,
     )
 

@@ -20,8 +20,7 @@ from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import Recipe
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.computation import Computation, NoComputationError
-from ablate.verification.conformance.declared import varied, words_of
+from ablate.verification.conformance.declared import Computation, NoComputationError, varied, words_of
 from ablate.verification.conformance.numbers import (
     FP32_ROUNDINGS,
     TOLERANCES,
@@ -182,11 +181,10 @@ class Examination:
             shapes = ", ".join(f"{list(z.shape)} {str(z.dtype).removeprefix('torch.')}" for z in tensors)
             said = f"{type(error).__name__}: {lines[0][:_SHOWN]}" if lines[0] else type(error).__name__
             low, advice = said.lower(), ""
+            sized = any(word in low for word in ("multiple of", "divisible", "aligned"))
             if self.subject.device == "cpu" and ("cuda" in low or "gpu" in low):
                 advice = "; --device cuda hands in tensors on a GPU"
-            elif self.subject.rows == 1 and any(
-                one in low for one in ("multiple of", "divisible", "aligned")
-            ):
+            elif self.subject.rows == 1 and sized:
                 advice = "; name the sizes that it takes: Subject(..., rows=128, columns=128)"
             raise RefusedError(f"{name} raises for {shapes}: {said}{advice}") from error
 

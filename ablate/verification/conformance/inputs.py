@@ -67,22 +67,8 @@ def grid(element: str) -> Tensor:
     return points[points <= kind.max].float()
 
 
-# --- order of operations --------------------------------------------------------------------------
-
-
 def _mantissas() -> Tensor:
     return (MANTISSAS + torch.arange(MANTISSAS)).float() / MANTISSAS
-
-
-def _orders(a: Tensor, amax: Tensor, quant: Quant, top: float) -> tuple[Tensor, Tensor]:
-    """Return the block scale of amaxes by the two orders, a (S / 6) and (a / 6) S."""
-    assert quant.scale is not None
-    scale, outer = SCALES[quant.scale.format], quant.outer
-    whole = torch.full_like(amax, ELEMENTS[quant.element].max * (outer.bound if outer else 1.0)) / amax
-    return (
-        nearest(a * (whole * torch.full_like(whole, 1 / top)), scale),
-        nearest(a / torch.full_like(a, top) * whole, scale),
-    )
 
 
 def scale_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
@@ -91,17 +77,17 @@ def scale_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
     blocks."""
     if quant.outer is None or quant.scale is None:
         return []
-    amax = _mantissas()[:, None, None]
-    exponents = 2.0 ** -torch.arange(1, 9)
-    a = _mantissas()[None, :, None] * exponents
-    one, other = _orders(a.expand(MANTISSAS, -1, -1), amax.expand(-1, MANTISSAS, 8), quant, 6.0)
-    hits = one != other
-    found = []
-    for number in hits.flatten(1).sum(1).topk(4).indices.tolist():
-        if hits[number].any():
-            block_amaxes = a.expand(1, -1, -1)[0][hits[number]]
-            found.append(from_amaxes(block_amaxes, float(amax[number]), quant, rows, columns))
-    return found
+    amax, scale = _mantissas(), SCALES[quant.scale.format]
+    a = _mantissas()[:, None] * 2.0 ** -torch.arange(1, 9)
+    whole = (torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound) / amax)[:, None, None]
+    six = torch.full_like(a, 6.0)
+    hits = nearest(a * (whole * torch.full_like(whole, 1 / 6.0)), scale) != nearest(a / six * whole, scale)
+    best = hits.flatten(1).sum(1).topk(4).indices.tolist()
+    return [
+        from_amaxes(a[hits[number]], float(amax[number]), quant, rows, columns)
+        for number in best
+        if hits[number].any()
+    ]
 
 
 def factor_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
@@ -124,24 +110,16 @@ def factor_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
         below = x[None] < a[:, None]
         codes = nearest(x[None] * f, element)
         hits = below & ((codes != nearest(x[None] * g, element)) | (codes != nearest(x[None] / h, element)))
-        if hits.any():
-            found.append(
-                (int(hits.sum()), _blocks_of(hits, a, x, float(amaxes[number]), length, rows, columns))
-            )
+        if not hits.any():
+            continue
+        blocks = torch.zeros(rows * columns // length, length)
+        blocks[0, 0] = amaxes[number]
+        parts = [(one, part) for one, hit in zip(a, hits, strict=True) for part in x[hit].split(length - 1)]
+        for block, (one, part) in zip(blocks[1:], (pair for pair in parts if len(pair[1])), strict=False):
+            block[0], block[1 : 1 + len(part)] = one, part
+        found.append((int(hits.sum()), blocks.view(rows, columns)))
     found.sort(key=lambda pair: -pair[0])
     return [tensor for _, tensor in found[:4]]
-
-
-def _blocks_of(
-    hits: Tensor, a: Tensor, x: Tensor, amax: float, length: int, rows: int, columns: int
-) -> Tensor:
-    blocks = torch.zeros(rows * columns // length, length)
-    blocks[0, 0] = amax
-    parts = [(one, part) for one, hit in zip(a, hits, strict=True) for part in x[hit].split(length - 1)]
-    wanted = [(one, part) for one, part in parts if len(part)]
-    for block, (one, part) in zip(blocks[1:], wanted, strict=False):
-        block[0], block[1 : 1 + len(part)] = one, part
-    return blocks.view(rows, columns)
 
 
 def from_amaxes(amaxes: Tensor, amax: float, quant: Quant, rows: int, columns: int) -> Tensor:
@@ -244,9 +222,6 @@ def _gap(blocks: Tensor, quant: Quant) -> Tensor:
         for candidate in candidates(tiles, block_amax(tiles), whole, quant)
     ]
     return (errors[0] - errors[1]) / errors[0].clamp(min=1e-30)
-
-
-# --- tensors that a cast keeps --------------------------------------------------------------------
 
 
 def permuted_tiles(rows: int, columns: int, seed: int, amax: float, binades: int = 3) -> Tensor:

@@ -142,23 +142,23 @@ class _Product:
         given = Expected.of(drawn, reach, self.slack)
         if not own.power and not measured.any():
             return about(True, measured=None, detail="zero, as the product of its operands")
-        covered = not own.power or given.covers(own)
-        right = covered and self.close(measured, draws) and not self.unrandom(measured, draws)
-        if self.random and not right:  # by heavy tails, a few elements decide how far draws lie apart
-            draws = self.draws(MORE_DRAWS)
-            given = given.over([each.rel_l2 for each in compared(draws, *exact)])
+        for attempt in range(1 + self.random):
+            if attempt:  # by heavy tails, a few elements decide how far draws lie apart
+                draws = self.draws(MORE_DRAWS)
+                given = given.over([each.rel_l2 for each in compared(draws, *exact)])
             covered = not own.power or given.covers(own)
             right = covered and self.close(measured, draws) and not self.unrandom(measured, draws)
+            if right:
+                break
+        sentence = (
+            "the product of the unquantised operands is zero, so it has no gain; largest magnitude"
+            f" {measured.abs().max():.4g}, the recipe's {draws[0].abs().max():.4g}"
+        )
         if own.power:
             about = partial(about, measured=(own.gain, own.rel_l2), expected=given)
             sentence = (
                 f"gain {own.gain:.4f}, expected {given.gain:.4f} ±{given.gain_margin:.4f}; relative L2"
                 f" {own.rel_l2:.4f}, expected {given.rel_l2:.4f} ±{given.rel_l2_margin:.4f}"
-            )
-        else:
-            sentence = (
-                "the product of the unquantised operands is zero, so it has no gain; largest magnitude"
-                f" {measured.abs().max():.4g}, the recipe's {draws[0].abs().max():.4g}"
             )
         if right:
             return about(True, detail=sentence)
@@ -166,23 +166,19 @@ class _Product:
         offset = (measured.double() - mean).mean(0)
         if self.product == "fprop" and self.close(measured.double() - offset, draws, measured.norm().item()):
             return about(True, detail=f"{sentence}; y includes a bias")
-        shown = self.visible(measured, mean)
-        if not shown and own.power and covered:
-            shown = "its elements differ by more than the order of additions"
-            if self.random:
-                near = "it is the product rounded to nearest"
-                shown = near if self.close(measured, draws) else "its elements are not those of another draw"
-        return about(False, detail="; ".join(filter(None, (shown, sentence))))
-
-    def visible(self, measured: Tensor, mean: Tensor) -> str:
-        """Return the place of numbers that are not finite, or of tiles of zeros; '' if there are none."""
+        shown = ""
         if not (finite := measured.isfinite()).all():
             row, column = (~finite).nonzero()[0].tolist()
-            return f"not finite at row {row}, column {column}"
-        if tiles := _zero_tiles(measured, mean):
+            shown = f"not finite at row {row}, column {column}"
+        elif tiles := _zero_tiles(measured, mean):
             row, column = (_TILE * place for place in tiles[0])
-            return f"zeros from row {row}, column {column}, in {len(tiles)} tiles of {_TILE} x {_TILE}"
-        return ""
+            shown = f"zeros from row {row}, column {column}, in {len(tiles)} tiles of {_TILE} x {_TILE}"
+        elif own.power and covered and not self.random:
+            shown = "its elements differ by more than the order of additions"
+        elif own.power and covered:
+            near = "it is the product rounded to nearest"
+            shown = near if self.close(measured, draws) else "its elements are not those of another draw"
+        return about(False, detail="; ".join(filter(None, (shown, sentence))))
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """Return the unquantised operands, bf16 [rows, contraction]."""
@@ -197,9 +193,9 @@ class _Product:
 
     def emulated(self, number: int, products: Products | None = None) -> RedrawnLayer:
         """Return a layer that draws by the bits of one draw."""
-        w, tensors = self.layer.tensors.get("w"), self.layer.tensors
-        out = len(w) if w is not None else tensors["dy"].shape[1]
-        inside = (w if w is not None else tensors["x"]).shape[1]
+        tensors = self.layer.tensors
+        out = len(tensors["w"]) if "w" in tensors else tensors["dy"].shape[1]
+        inside = tensors["w" if "w" in tensors else "x"].shape[1]
         clock = Clock(self.seed or 0, step=self.layer.step)
         return RedrawnLayer((inside, out), self.layer.name, products or self.products, clock, number)
 
@@ -241,11 +237,10 @@ class _Product:
 
     def unrandom(self, measured: Tensor, draws: Sequence[Tensor]) -> bool:
         """Return True if a product whose recipe draws is the one that rounds to nearest."""
-        drawn = {slot: quant for slot, quant in self.products.quantised() if quant.draws}
         changed = {
             slot: quant.model_copy(update={"rounding": "nearest"})
-            for slot, quant in drawn.items()
-            if slot.startswith(self.product)
+            for slot, quant in self.products.quantised()
+            if quant.draws and slot.startswith(self.product)
         }
         if not changed:
             return False

@@ -25,8 +25,7 @@ from ablate.errors import first_line
 from ablate.reports.figures.parity import overlay
 from ablate.verification.check_result import Check, Row, by_group
 from ablate.verification.parity.bench import NAMES, Bench
-from ablate.verification.parity.casts import exact_casts
-from ablate.verification.parity.draws import stochastic_draws
+from ablate.verification.parity.casts import exact_casts, stochastic_draws
 from ablate.verification.parity.linears import exact_products
 from ablate.verification.parity.training import TRAINED, Curves, short_training
 

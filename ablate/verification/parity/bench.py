@@ -1,6 +1,6 @@
 """Inputs of the parity checks: sizes, data, and recipes of Transformer Engine, all rounded to nearest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,9 @@ NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
 """The families of formats that are compared, in this order."""
 
 
+_MODEL = {"layers": 4, "width": 256, "heads": 4, "batch": 8, "context": 256, "eval_tokens": 2048}
+
+
 @dataclass(frozen=True)
 class Bench:
     """Device and sizes of a comparison."""
@@ -30,26 +33,14 @@ class Bench:
     shapes: tuple[tuple[int, int], ...] = ((32, 64), (96, 160), (128, 128), (256, 1024), (2048, 512))
     """Shapes of cast tensors: multiples of 32; multiples of 128 reach TE's fused RHT kernel."""
     products: tuple[tuple[int, int, int], ...] = (
-        (32, 32, 32),
-        (96, 160, 64),
-        (128, 256, 384),
-        (2048, 512, 256),
+        *((32, 32, 32), (96, 160, 64), (128, 256, 384), (2048, 512, 256)),
     )
     """Shapes of layers: tokens, input features, output features."""
     draws: int = 64
     """Number of stochastic roundings of one tensor."""
     steps: int = 200
     """Number of steps of each training run."""
-    model: dict[str, int] = field(
-        default_factory=lambda: {
-            "layers": 4,
-            "width": 256,
-            "heads": 4,
-            "batch": 8,
-            "context": 256,
-            "eval_tokens": 2048,
-        }
-    )
+    model: Mapping[str, int] = field(default_factory=lambda: _MODEL)
 
 
 def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -91,18 +82,14 @@ def _presets() -> Iterator[tuple[str, Products]]:
         recipe = make()
         if not list(recipe_refusals(recipe)):
             quantised = [products for products in variants(recipe) if not products.plain]
-            yield from (
-                (name if len(quantised) == 1 else f"{name}, phase {number}", products)
-                for number, products in enumerate(quantised, 1)
-            )
+            for number, products in enumerate(quantised, 1):
+                yield name if len(quantised) == 1 else f"{name}, phase {number}", products
 
 
 def _parts() -> Iterator[tuple[str, Products]]:
     nvfp4, mxfp8, fp8 = (PRESETS[name]().products for name in ("nvfp4", "mxfp8", "fp8_current"))
-    yield (
-        "nvfp4 without rotation",
-        nvfp4.model_copy(update={"wgrad": nvfp4.wgrad.model_copy(update={"hadamard": None})}),
-    )
+    unrotated = nvfp4.wgrad.model_copy(update={"hadamard": None})
+    yield "nvfp4 without rotation", nvfp4.model_copy(update={"wgrad": unrotated})
     weights = {slot: nvfp4.slot(slot) for slot in ("fprop.w", "dgrad.w")}
     rows = {slot: quant.model_copy(update={"block": "1x16"}) for slot, quant in weights.items() if quant}
     yield "nvfp4 with 1x16 weights", with_quantisers(nvfp4, rows)
@@ -113,7 +100,5 @@ def _parts() -> Iterator[tuple[str, Products]]:
     for criterion in ("mae", "mse"):
         chosen = Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
         yield f"Four Over Six forward, {criterion}", Products(fprop=Fprop(x=chosen, w=chosen))
-    yield (
-        "activations scaled by rows",
-        Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())),
-    )
+    by_rows = Quant(outer=Outer(granularity="row"))
+    yield "activations scaled by rows", Products(fprop=Fprop(x=by_rows, w=Quant()))

@@ -40,8 +40,7 @@ EXPERTS = (0, 17, 128, 200)
 
 
 class Sample(NamedTuple):
-    """Weight [out, in], input [tokens, in] and output gradient [tokens, out] of a layer, bf16 on the
-    device."""
+    """Weight [out, in], input [tokens, in] and output gradient [tokens, out] of a layer, in bf16."""
 
     w: Tensor
     x: Tensor
@@ -148,9 +147,8 @@ def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
         linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(sample.w.float())
         clock = Clock(0)
-        layer = kind(
-            linear, "blocks.0.a", clock, torch.bfloat16, *([Draws(clock)] if kind is NativeLinear else [])
-        )
+        own = [Draws(clock)] if kind is NativeLinear else []
+        layer = kind(linear, "blocks.0.a", clock, torch.bfloat16, *own)
         layer.products = products
         yield layer
 
@@ -205,9 +203,7 @@ def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, Sums]:
 def draw_sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sample:
     """Return normal values at the scale of a trained layer; every sixteenth token is thirty times larger."""
     tokens, inputs, outputs = shape
-    g = torch.Generator().manual_seed(seed)
-    w, x, dy = (
-        torch.randn(size, generator=g) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs))
-    )
+    g, sizes = torch.Generator().manual_seed(seed), ((outputs, inputs), (tokens, inputs), (tokens, outputs))
+    w, x, dy = (torch.randn(size, generator=g) for size in sizes)
     x[::16] *= 30
     return Sample(*(z.bfloat16().to(device) for z in (w * inputs**-0.5, x, dy * 1e-3)))

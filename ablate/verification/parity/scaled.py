@@ -39,13 +39,8 @@ _SMALL = {
     "products": ((32, 32, 32), (96, 160, 64), (40, 81, 48)),
     "steps": 20,
     "model": {
-        "layers": 2,
-        "width": 64,
-        "heads": 2,
-        "batch": 4,
-        "context": 32,
-        "eval_tokens": 128,
-        "eval_batch": 2,
+        **{"layers": 2, "width": 64, "heads": 2, "batch": 4, "context": 32},
+        **{"eval_tokens": 128, "eval_batch": 2},
     },
 }
 """Sizes of a comparison on a CPU."""
@@ -107,7 +102,17 @@ class ScaledRun(ParityRun):
 
     def suites(self) -> list[Callable[[Bench, Any], Iterator[Check]]]:
         """Return the functions that yield the checks of a family, apart from the training."""
-        return [partial(exact_bytes, self.native), partial(native_products, self.native)]
+        return [
+            partial(self._each, "Operands, byte for byte", _bytes),
+            partial(self._each, "Products, forward and backward", _products),
+        ]
+
+    def _each(
+        self, group: str, check: Callable[..., Iterator[Row]], bench: Bench, family: str
+    ) -> Iterator[Check]:
+        """Yield a check of each recipe over all shapes."""
+        for name, products in recipes(bench, family):
+            yield Check(group, partial(check, self.native, bench, name, products), title=name)
 
     def subject(self) -> Iterator[Row]:
         """Yield device, versions, and the families that are left out, with the reason."""
@@ -125,9 +130,6 @@ class ScaledRun(ParityRun):
     def environment(self) -> dict[str, str]:
         """Return versions and hardware, without Transformer Engine's."""
         return {name: fact for name, fact in super().environment().items() if name != "transformer-engine"}
-
-
-# --- the products that are compared ---------------------------------------------------------------
 
 
 class Recorded(ScaledLinear):
@@ -176,12 +178,6 @@ def _ran(native: Native, bench: Bench, products: Products) -> Iterator[tuple[str
         yield " x ".join(map(str, shape)), layer
 
 
-def exact_bytes(native: Native, bench: Bench, family: str) -> Iterator[Check]:
-    """Yield a check of the bytes of each recipe's operands."""
-    for name, products in recipes(bench, family):
-        yield Check("Operands, byte for byte", partial(_bytes, native, bench, name, products), title=name)
-
-
 def _bytes(native: Native, bench: Bench, name: str, products: Products) -> Iterator[Row]:
     wrong, total, where = 0, 0, ""
     for shape, layer in _ran(native, bench, products):
@@ -190,7 +186,8 @@ def _bytes(native: Native, bench: Bench, name: str, products: Products) -> Itera
                 assert operand.quant is not None
                 eight = eight_bits(operand.quant.element) or "e4m3"
                 here = encode(operand, family, eight)
-                there = encode(_on_cpu(operand), family, eight)
+                scale = None if operand.block_scale is None else operand.block_scale.cpu()
+                there = encode(Operand(operand.values.cpu(), operand.quant, None, scale), family, eight)
                 rows, columns = operand.values.shape
                 back = decode(here)[:rows, :columns]
                 differ = int((back != operand.values.float()).sum()) + _differing(here.data, there.data)
@@ -202,21 +199,8 @@ def _bytes(native: Native, bench: Bench, name: str, products: Products) -> Itera
     yield Row(f"{name}: operands", f"{wrong:,} of {total:,} differ{first}", "0 differ", wrong == 0)
 
 
-def _on_cpu(operand: Operand) -> Operand:
-    scale = None if operand.block_scale is None else operand.block_scale.cpu()
-    return Operand(operand.values.cpu(), operand.quant, None, scale)
-
-
 def _differing(here: Tensor, there: Tensor) -> int:
     return int((here.view(torch.uint8).cpu() != there.view(torch.uint8)).sum())
-
-
-def native_products(native: Native, bench: Bench, family: str) -> Iterator[Check]:
-    """Yield a check of each recipe's products over all shapes."""
-    for name, products in recipes(bench, family):
-        yield Check(
-            "Products, forward and backward", partial(_products, native, bench, name, products), title=name
-        )
 
 
 def _products(native: Native, bench: Bench, name: str, products: Products) -> Iterator[Row]:
@@ -224,25 +208,17 @@ def _products(native: Native, bench: Bench, name: str, products: Products) -> It
     for shape, layer in _ran(native, bench, products):
         for a, b, family, out, theirs, ours in layer.seen:
             length = max(a.values.shape[1], b.values.shape[1])
-            sums = Sums(_padded(a, b).detach(), length, bench.fast_sums and family == "fp8")
+            left, right = (part.dequantize().detach().abs().double() for part in (a, b))
+            width = min(left.shape[1], right.shape[1])  # beyond it one of them is zero
+            magnitudes = left[:, :width] @ right[:, :width].t()
+            sums = Sums(magnitudes, length, bench.fast_sums and family == "fp8")
             step = STEP if out == torch.bfloat16 else 0.0
             found = apart(ours, theirs, sums, step)
             if found.excess > worst:
                 worst, where = found.excess, shape
             differing, total = differing + found.differing, total + ours.numel()
             crossed = crossed or shape * (bool(step) and found.share > found.likely)
-    summary = f"{worst:.2g} of the tolerance, {differing:,} of {total:,} differ"
     at = crossed or where * (worst > 1)
-    yield Row(
-        f"{name}: products",
-        summary + (f", at {at}" if at else ""),
-        "at most 1, and as many as the order of additions explains",
-        worst <= 1 and not crossed,
-    )
-
-
-def _padded(a: Operand, b: Operand) -> Tensor:
-    """Return the sums of the magnitudes of all terms of a product, with its factor, fp64."""
-    left, right = (part.dequantize().abs().double() for part in (a, b))
-    width = min(left.shape[1], right.shape[1])  # beyond it one of them is zero
-    return left[:, :width] @ right[:, :width].t()
+    summary = f"{worst:.2g} of the tolerance, {differing:,} of {total:,} differ" + f", at {at}" * bool(at)
+    expected = "at most 1, and as many as the order of additions explains"
+    yield Row(f"{name}: products", summary, expected, worst <= 1 and not crossed)

@@ -60,11 +60,13 @@ class Twin(NamedTuple):
 
 def twins(ends: float) -> dict[str, Twin]:
     """Return three twins, whose sums differ by a relative error of at most `ends`."""
+
+    def odd_first(n: int) -> Tensor:
+        return torch.cat((torch.arange(1, n, 2), torch.arange(0, n, 2)))
+
     return {
         "backwards": Twin(lambda n: torch.arange(n - 1, -1, -1), 1.0),
-        "odd ones first, higher": Twin(
-            lambda n: torch.cat((torch.arange(1, n, 2), torch.arange(0, n, 2))), 1 + ends
-        ),
+        "odd ones first, higher": Twin(odd_first, 1 + ends),
         "second half first, lower": Twin(lambda n: torch.arange(n).roll(n // 2), 1 - ends),
     }
 
@@ -87,11 +89,9 @@ class Curves:
     def distance(self, name: str) -> float:
         """Return the mean of |loss - emulator's loss| over all steps; infinite if a run ended early."""
         ours, theirs = self.losses["emulated"], self.losses[name]
-        return (
-            fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-            if len(ours) == len(theirs)
-            else torch.inf
-        )
+        if len(ours) != len(theirs):
+            return torch.inf
+        return fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
     @property
     def yardstick(self) -> float:
@@ -121,31 +121,20 @@ def _compared(bench: Bench, family: str, curves: list[Curves]) -> Iterator[Row]:
     curves.append(runs)
     theirs, ours, name = runs.losses["te"], runs.losses["emulated"], TRAINED[family]
     early = max(abs(a - b) / abs(b) for a, b in zip(theirs[:FIRST], ours[:FIRST], strict=False))
-    yield Row(
-        f"{name}: losses of steps 1 to {FIRST}",
-        f"{early:.2g} apart",
-        f"at most {CLOSE:g} of the loss",
-        early <= CLOSE,
-    )
+    limit = f"at most {CLOSE:g} of the loss"
+    yield Row(f"{name}: losses of steps 1 to {FIRST}", f"{early:.2g} apart", limit, early <= CLOSE)
     excess, furthest = runs.excess("te"), max(runs.gradients["te"])
     summary = f"{furthest:.2g} of its norm at most; {excess:.2g} x the furthest twin"
-    yield Row(
-        f"{name}: gradients from one state", summary, f"on the mean at most {SLACK:g} x", excess <= SLACK
-    )
+    limit = f"on the mean at most {SLACK:g} x"
+    yield Row(f"{name}: gradients from one state", summary, limit, excess <= SLACK)
     largest = max((abs(a - b) for a, b in zip(theirs, ours, strict=False)), default=torch.inf)
-    drift, limit = runs.distance("te"), SLACK * runs.yardstick
+    drift, most = runs.distance("te"), SLACK * runs.yardstick
     summary = f"{drift:.2g} apart on the mean, {largest:.2g} at most"
-    yield Row(
-        f"{name}: losses of {len(ours)} steps",
-        summary,
-        f"mean at most {limit:.2g}: {SLACK:g} x the furthest twin",
-        drift <= limit < torch.inf,
-    )
+    limit = f"mean at most {most:.2g}: {SLACK:g} x the furthest twin"
+    yield Row(f"{name}: losses of {len(ours)} steps", summary, limit, drift <= most < torch.inf)
     for twin in TWINS:
-        yield Row(
-            f"{name}: twin, {twin}",
-            f"losses {runs.distance(twin):.2g}, gradients {max(runs.gradients[twin]):.2g} apart",
-        )
+        far = f"losses {runs.distance(twin):.2g}, gradients {max(runs.gradients[twin]):.2g} apart"
+        yield Row(f"{name}: twin, {twin}", far)
     far = f"losses {runs.distance('bf16'):.2g} apart, gradients {runs.excess('bf16'):.2g} x the furthest twin"
     yield Row(f"{name}: bf16, for comparison", far)
 
@@ -177,9 +166,8 @@ def trained(bench: Bench, family: str) -> Curves:
             state = main.model.state_dict()
             ours = _gradient(own, config, state, record.step)
             for name, run in others.items():
-                gradients[name].append(
-                    float((_gradient(run, config, state, record.step) - ours).norm() / ours.norm())
-                )
+                theirs = _gradient(run, config, state, record.step)
+                gradients[name].append(float((theirs - ours).norm() / ours.norm()))
     for name, kind in kinds.items():
         losses[name] = [record.metrics["train/loss"] for record in _records(config, prepared(*kind))]
     return Curves(family, losses, gradients)
@@ -218,10 +206,10 @@ class TwinProducts:
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product of two operands with reordered terms."""
-        left, right = ([self._reordered(part) for part in parts] for parts in (a, b))
-        whole = split_product(left, right, torch.float32)
-        return (whole * self.twin.factor).to(out)
 
-    def _reordered(self, part: Operand) -> Operand:
-        permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
-        return Operand(part.values[:, permutation], part.quant, part.amax)
+        def reordered(part: Operand) -> Operand:
+            permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
+            return Operand(part.values[:, permutation], part.quant, part.amax)
+
+        left, right = ([reordered(part) for part in parts] for parts in (a, b))
+        return (split_product(left, right, torch.float32) * self.twin.factor).to(out)
