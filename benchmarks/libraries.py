@@ -24,7 +24,6 @@ from ablate.recipes.recipe import Dgrad, Fprop, Products, Wgrad
 from ablate.training.models import drawn
 from ablate.verification import peers
 from ablate.verification.conformance.subject import Quantised, Subject
-from ablate.verification.error_checks import mx
 
 Codes = Callable[[Tensor], Tensor]
 """Takes fp32 [n] and returns E2M1 values, of any float dtype."""
@@ -794,10 +793,10 @@ def claimed(name: str, recipe: str) -> Recipe:
     quant = whole.fprop.x
     assert quant is not None
     if change in ("floor", "ceil"):
-        return _alike(mx(quant.element, change))
+        return _alike(peers.mx(quant.element, change))
     if change in MAPPED:
         target = Range(map_to=MAPPED[change][quant.element])
-        return _alike(mx(quant.element, "floor").model_copy(update={"range": target}))
+        return _alike(peers.mx(quant.element, "floor").model_copy(update={"range": target}))
     return _alike(quant.model_copy(update={"outer": None})) if change == "one level" else whole
 
 

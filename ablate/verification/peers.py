@@ -21,9 +21,8 @@ from torch import Tensor
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.rounding import ROUNDINGS
-from ablate.numerics.spec import Hadamard, Outer, Quant, Select
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
 from ablate.verification.check_result import Row, present
-from ablate.verification.error_checks import mx
 
 Arrays = tuple[Tensor, ...]
 
@@ -94,6 +93,15 @@ def cast(element: str, theirs: Callable[[Tensor], Tensor]) -> Row:
     y = torch.cat((exact, *near, torch.randn(8192, generator=torch.Generator().manual_seed(21))))
     ours: Callable[[Tensor], Tensor] = partial(ROUNDINGS["nearest"], grid=ELEMENTS[element])
     return compared(f"cast to {element}", lambda y: (ours(y),), lambda y: (theirs(y),), "", (y, -y))
+
+
+def mx(element: str, rounding: str) -> Quant:
+    """Return an MX quantiser: 1x32 blocks with power-of-two scales, and no outer scale. `rounding` is OCP's
+    `floor`, which maps the power of two at or below a block's amax to the element's largest power of two, or
+    `ceil`, which never saturates."""
+    top = ELEMENTS[element].top_power if rounding == "floor" else None
+    scale = BlockScale(format="e8m0", rounding=rounding)
+    return Quant(element=element, block="1x32", scale=scale, range=Range(map_to=top), outer=None)
 
 
 def quantized(quant: Quant, x: Tensor, rotation: Hadamard | None = None) -> Arrays:
