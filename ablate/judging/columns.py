@@ -91,18 +91,13 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
     if role == "run":  # any of them tells runs apart
         best = sorted(best, key=lambda name: USUAL["run"].index(plain(name)))[:1]
     if len(best) > 1:
-        raise InputError(
-            f"{where}: several columns may be the {role}: {_listed(best)}; name one, --column {role}=COLUMN"
-        )
+        several = f"several columns may be the {role}: {_listed(best)}"
+        raise InputError(f"{where}: {several}; name one, --column {role}=COLUMN")
     if best:
         said.append(f"{where}: {role}: column {brief(best[0])!r}")
         return best[0]
-    near = [
-        name
-        for name in names
-        if plain(name) not in _NOT_MEANT
-        and difflib.SequenceMatcher(None, plain(name), role).ratio() >= _ALIKE
-    ]
+    ratios = {name: difflib.SequenceMatcher(None, plain(name), role).ratio() for name in names}
+    near = [name for name in names if plain(name) not in _NOT_MEANT and ratios[name] >= _ALIKE]
     if near and role != "run":
         named = f"--column {quote(f'{role}={brief(near[0])}')}"
         raise InputError(f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}")
@@ -125,10 +120,8 @@ def metric_columns(columns: Columns, names: Sequence[str], where: str, said: lis
         ours = metric_name(name)
         if columns.asked is None or columns.asked not in names or ours != metric_name(columns.asked):
             if ours in found:
-                raise InputError(
-                    f"{where}: columns {_listed([found[ours], name])} may both be {ours}; name one,"
-                    f" --metric {ours}=COLUMN"
-                )
+                both = f"columns {_listed([found[ours], name])} may both be {ours}"
+                raise InputError(f"{where}: {both}; name one, --metric {ours}=COLUMN")
         elif name != columns.asked:
             continue
         found[ours] = name

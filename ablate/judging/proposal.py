@@ -53,10 +53,8 @@ def gate_runs(
         raise InputError(f"--against {question.against}: the noise floor cannot be the baseline, too")
     if len(values) != 1:
         found = ", ".join(values) or "none"
-        raise InputError(
-            f"a gate judges one proposal; beside baseline and floor there are {found}: give only the"
-            " rows of one"
-        )
+        others = f"beside baseline and floor there are {found}"
+        raise InputError(f"a gate judges one proposal; {others}: give only the rows of one")
     ((arm, candidate),) = values.items()
     plan = None if proposals is None else Plan(proposals=proposals)
     minimize = chosen.metric.direction == "minimize"

@@ -98,14 +98,11 @@ def _content(path: Path, logs: str | None, said: list[str]) -> Content:
 
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
 """Endings of tables that are often a file a run."""
+_UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
 _PACKED = {
-    ".gz": "is compressed; unpack it, gunzip -k FILE",
-    ".bz2": "is compressed; unpack it, bunzip2 -k FILE",
-    ".xz": "is compressed; unpack it, unxz -k FILE",
-    ".zst": "is compressed; unpack it, unzstd FILE",
+    **{ending: f"is compressed; unpack it, {command} FILE" for ending, command in _UNPACK.items()},
     ".zip": "is an archive; unpack it, unzip FILE",
-    ".xlsx": "is a workbook; save its sheet as CSV",
-    ".xls": "is a workbook; save its sheet as CSV",
+    **dict.fromkeys((".xlsx", ".xls"), "is a workbook; save its sheet as CSV"),
     ".pkl": "is a pickle, which may run code when it is loaded; write a CSV or Parquet table",
 }
 """Files that others have in place of a table, with what to do."""
@@ -126,10 +123,8 @@ def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
         if copy is not None:
             said.append(f"{run.name} is a copy of {copy.name}; one of them counts")
         elif twins and run.seed is not None:
-            raise InputError(
-                f"{twins[0].name} and {run.name} are both seed {run.seed} of {run.arm}, with other"
-                " values; leave one out"
-            )
+            both = f"{twins[0].name} and {run.name} are both seed {run.seed} of {run.arm}"
+            raise InputError(f"{both}, with other values; leave one out")
         else:
             kept.append(run)
             twins.append(run)
@@ -167,16 +162,9 @@ def _states(folder: Path, said: list[str]) -> Content:
         of_run = path.parent if of_step is None else path.parent.parent
         steps = _AT_END if of_step is None else of_step
         last[of_run] = max(last.get(of_run, (-1, path)), (steps, path))
-    said.append(
-        f"{folder}: {counted(len(last), 'run')} of Hugging Face's Trainer; the last {_STATE} of each"
-        " has its whole history"
-    )
+    whole = f"the last {_STATE} of each has its whole history"
+    said.append(f"{folder}: {counted(len(last), 'run')} of Hugging Face's Trainer; {whole}")
     return [log_files.read_state(path) for _, path in last.values()]
-
-
-def _wandb(path: Path, said: list[str]) -> Content:
-    files = [path] if path.is_file() else wandb_folders.files_of(path)
-    return [wandb_folders.read_run(file, said) for file in files]
 
 
 def _tensorboard(place: Path, said: list[str]) -> Content:
@@ -233,7 +221,7 @@ SOURCES: dict[str, Source] = {
     "wandb": Source(
         "offline runs of Weights & Biases",
         lambda path: path.suffix == ".wandb" or _holds("**/run-*.wandb")(path),
-        _wandb,
+        lambda path, said: [wandb_folders.read_run(file, said) for file in wandb_folders.files_of(path)],
     ),
     "mlflow": Source(
         "MLflow database or folder",

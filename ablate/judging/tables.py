@@ -96,9 +96,8 @@ class _Reading:
         names = [name for name in table.columns if name not in {*roles.values(), *states} and name[:1] != "_"]
         metrics, settings = self._sorted_columns(names)
         if "step" not in roles:
-            said.append(
-                f"{self.where}: step: no column; each row is a run's final values, recorded at step 0"
-            )
+            final = "each row is a run's final values, recorded at step 0"
+            said.append(f"{self.where}: step: no column; {final}")
         elif roles["step"] in metrics.values():
             raise InputError(f"{self.where}: column {roles['step']!r} is both the step and a metric")
         elif not {"arm", "seed"}.isdisjoint(roles) and "run" not in roles:
@@ -135,8 +134,8 @@ class _Reading:
             way = f"give the file as a pattern of its path, such as {path}; {nearest('arm', table.columns)}"
             if "run" in roles:
                 name = brief(str(table.columns[roles["run"]][0]))
-                way = (
-                    f'say how runs are named, such as --name "{{arm}}-s{{seed}}", where the first is {name!r}'
+                way = 'say how runs are named, such as --name "{arm}-s{seed}", where the first is ' + repr(
+                    name
                 )
             elif by_columns and "seed" in roles:
                 way = (
@@ -211,9 +210,8 @@ class _Reading:
         if not likely:
             numeric = [name for name in settings if _counts(table.columns[name])[0]]
             listed = ", ".join(repr(brief(name)) for name in numeric[:8]) or "none is a number"
-            raise InputError(
-                f"{self.where}: no column is known as a metric; name one, --metric COLUMN, of: {listed}"
-            )
+            why = "no column is known as a metric; name one, --metric COLUMN, of"
+            raise InputError(f"{self.where}: {why}: {listed}")
         return metric_columns(columns, likely, self.where, said), settings
 
     def _require_one_run_each(self, metrics: Mapping[str, str]) -> None:
@@ -240,9 +238,8 @@ class _Reading:
             return
         ((arm, seed, _), step), rows = first, several[first]
         free = [name for name in table.columns if name not in roles.values() and not like_metric(name)]
-        apart = [
-            name for name in free if all(differing(name, each) == len(each) for each in several.values())
-        ]
+        each_once = several.values()
+        apart = [name for name in free if all(differing(name, each) == len(each) for each in each_once)]
         numbers = [name for name in free if differing(name, rows) > 1 and whole(name, rows)]
         names = [name for name in apart if name not in numbers and _counts(table.columns[name])[1]]
         ways = [f"name them, --column {quote(f'run={brief(names[0])}')}"] if names else []
@@ -269,7 +266,7 @@ class _Reading:
         """Return the run of some rows."""
         table, steps = self.table, self.table.columns.get(self.roles.get("step", ""))
         arm, seed, own = key
-        name = f"{self.where}: {_named(arm, seed)}" + (f" ({own})" if own else "")
+        name = f"{self.where}: {_named(arm, seed)}" + f" ({own})" * bool(own)
         first = rows[0]
         single = rows if steps is None else ()
         entries = {row: [column[row] for column in table.columns.values()] for row in single}
@@ -312,12 +309,9 @@ def _named(arm: str, seed: int | None) -> str:
 
 def _counts(column: Sequence[Json]) -> tuple[int, int]:
     """Return how many cells of a column are numbers, and how many other text; empty ones are neither."""
-    numbers = texts = 0
-    for cell in column:
-        if not cells.is_empty(cell):
-            try:
-                cells.number(cell)
-                numbers += 1
-            except ValueError:
-                texts += 1
-    return numbers, texts
+    filled, numbers = [cell for cell in column if not cells.is_empty(cell)], 0
+    for cell in filled:
+        with suppress(ValueError):
+            cells.number(cell)
+            numbers += 1
+    return numbers, len(filled) - numbers

@@ -48,9 +48,9 @@ class _Cut(Exception):
     """The file ends within a record."""
 
 
-def files_of(folder: Path) -> list[Path]:
-    """Return the files of runs in a folder, each once: `latest-run` is a link to one of them."""
-    return sorted({path.resolve() for path in folder.rglob("run-*.wandb")})
+def files_of(place: Path) -> list[Path]:
+    """Return a file, or the files of runs in a folder, each once: `latest-run` is a link to one of them."""
+    return [place] if place.is_file() else sorted({path.resolve() for path in place.rglob("run-*.wandb")})
 
 
 @cache
