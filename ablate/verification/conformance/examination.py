@@ -19,6 +19,7 @@ from ablate.numerics.formats import SCALES
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import Recipe
+from ablate.recipes.recipe import SLOTS
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.declared import Computation, NoComputationError, varied, words_of
 from ablate.verification.conformance.numbers import (
@@ -118,7 +119,7 @@ class Examination:
         raise NotApplicableError("the recipe rotates nothing")
 
     def _quant(self, fits: Callable[[Quant], bool]) -> Quant:
-        for slot in ("fprop.x", "wgrad.x", "fprop.w", "dgrad.w", "dgrad.g", "wgrad.g"):
+        for slot in sorted(SLOTS, key=lambda slot: "xwg".index(slot[-1])):
             quant = self.recipe.products.slot(slot)
             if quant is not None and fits(quant):
                 return quant.model_copy(update={"transform": None, "estimator": None, "source": "original"})

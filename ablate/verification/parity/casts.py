@@ -44,10 +44,8 @@ class Case:
     rotation: Hadamard | None = None
 
 
-_MAE, _MSE = (
-    Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
-    for criterion in ("mae", "mse")
-)
+_MAE = Quant(select=Select(among="scales", criterion="mae"), outer=Outer(bound=256.0))
+_MSE = _MAE.model_copy(update={"select": Select(among="scales", criterion="mse")})
 _MSE_SQUARE = _MSE.model_copy(update={"block": "16x16"})
 _ROWS = Quant(outer=Outer(granularity="row"))
 _MX = Quant(element="e4m3", block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None)
