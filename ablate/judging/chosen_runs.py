@@ -150,9 +150,9 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     misfits = {run.short_name for run in runs if not run.arm}
     short = _short(kept, question, metric.name, steps, misfits)
     for run in short:
-        ends = f"it ends at step {max(run.records[metric.name])} of {steps}"
+        end = f"it ends at step {max(run.records[metric.name])} of {steps}"
         said.append(
-            f"{run.name} is left out as asked: {ends}; if it failed, {run.arm} looks better than it is"
+            f"{run.name} is left out as asked: {end}; if it failed, {run.arm} looks better than it is"
         )
         left_out[run.arm].append(said[-1])
     kept = [run for run in kept if run not in short]

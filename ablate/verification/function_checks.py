@@ -83,10 +83,10 @@ def promises(
     only ones with which it is tried; empty: all.
     """
     if field == ELEMENT:  # what it holds, and that rounding leaves its values alone
-        grid, values = element_format(word), torch.tensor(word.values)
-        held = f"{len(values)} magnitudes from 0 to {grid.max:g}: {grid.bits} bits with the sign"
+        own, values = element_format(word), torch.tensor(word.values)
+        held = f"{len(values)} magnitudes from 0 to {own.max:g}: {own.bits} bits with the sign"
         yield Promise("is a grid", True, held)
-        kept = torch.equal(nearest(values, grid), values) and torch.equal(nearest(-values, grid), -values)
+        kept = torch.equal(nearest(values, own), values) and torch.equal(nearest(-values, own), -values)
         yield Promise("its values are rounded to themselves", kept, "to nearest, with both signs")
         return
     grids = _GRIDS.get(field, {"": None})

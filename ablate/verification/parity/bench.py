@@ -1,6 +1,6 @@
 """Inputs of the parity checks: sizes, data, and recipes of Transformer Engine, all rounded to nearest."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,7 @@ class Bench:
     """Number of stochastic roundings of one tensor."""
     steps: int = 200
     """Number of steps of each training run."""
-    model: Mapping[str, int] = field(default_factory=lambda: _MODEL)
+    model: dict[str, int] = field(default_factory=_MODEL.copy)
 
 
 def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -113,7 +113,11 @@ def byte_scales(quant: Quant, *, powers: bool = False) -> None:
 
 
 def _of_scales(
-    columns: int, make: Callable[[Quant, int, int], Tensor], bench: Examination, quant: Quant, *, powers=False
+    columns: int,
+    make: Callable[[Quant, int, int], Tensor],
+    bench: Examination,
+    quant: Quant,
+    powers: bool = False,
 ) -> Made:
     byte_scales(quant, powers=powers)
     return {"": make(quant, *bench.size(32, columns, quant))}
