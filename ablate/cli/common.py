@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Literal, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -170,22 +170,8 @@ class Screen(Console):
     """Console that prints text literally: no markup, no emoji codes, no control characters. Otherwise
     brackets in the name of an arm or in a question would be read as markup. Styles come from rich's Text."""
 
-    def __init__(
-        self,
-        file: IO[str] | None = None,
-        width: int | None = None,
-        force_terminal: bool | None = None,
-        color_system: Literal["auto", "standard", "256", "truecolor", "windows"] | None = "auto",
-    ) -> None:
-        super().__init__(
-            file=file,
-            width=width,
-            force_terminal=force_terminal,
-            color_system=color_system,
-            highlight=False,
-            markup=False,
-            emoji=False,
-        )
+    def __init__(self, file: IO[str] | None = None, **given: Any) -> None:
+        super().__init__(file=file, highlight=False, markup=False, emoji=False, **given)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments to print, with control characters within text as escapes. Control codes of rich
@@ -211,10 +197,10 @@ def filled(template: str, **values: object) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(
+    jinja = Environment(
         loader=folder, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
-    return environment.get_template(f"{template}.j2").render(values)
+    return jinja.get_template(f"{template}.j2").render(values)
 
 
 def plain_table(*names: str, right: Collection[str] = (), style: str = "bold") -> Table:

@@ -20,7 +20,7 @@ the help of each from `Args:` at the end of the docstring. `Annotated[T, typer.O
 another name, a bound, or a help that is computed. A switch that is off by default has no `--no-` form.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -51,45 +51,39 @@ def with_fields(command: Callable[..., Any]) -> Callable[..., Any]:
     each parameter, and without `Args:` in its docstring."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    about, helps = _documented(command)
     parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
-        parameters += _fields(groups[name]) if name in groups else [_shown(parameter, hints[name], helps)]
+        parameters += _shown(groups[name]) if name in groups else _shown(command, [parameter])
 
     @wraps(command)
     def run(**values: Any) -> Any:
-        made = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        return command(**values, **made)
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        return command(**values)
 
-    run.__doc__ = about
+    run.__doc__ = _documented(command)[0]
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
-def _fields(group: Any) -> list[Parameter]:
-    """Return the fields of a group as parameters, in the panel of the help page that the group names."""
-    hints = get_type_hints(group, include_extras=True)
-    helps = {name: text for base in reversed(group.__mro__) for name, text in _documented(base)[1].items()}
-    own = signature(group).parameters.values()
-    return [_shown(field, hints[field.name], helps, getattr(group, "panel", None)) for field in own]
-
-
-def _shown(parameter: Parameter, hint: Any, helps: dict[str, str], panel: str | None = None) -> Parameter:
-    """Return a parameter as typer needs it: annotated with its help and, for a switch, its only name."""
-    name, default = parameter.name, parameter.default
-    if hint is not typer.Context:
-        kind, *given = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-        made = typer.Argument if default is Parameter.empty else typer.Option
-        info = copy(given[0]) if given else made()
-        info.help = helps.get(name, info.help)
-        info.rich_help_panel = info.rich_help_panel or panel
-        if kind is bool and default is False and info.default is ...:  # typer keeps a name as the default
-            info.param_decls = (f"--{name.replace('_', '-')}",)
-        hint = Annotated[kind, info]
-    return parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint)
+def _shown(owner: Any, parameters: Iterable[Parameter] | None = None) -> Iterator[Parameter]:
+    """Yield parameters of a command, or all fields of a group, as typer needs them: annotated with their help
+    and, for a switch, its only name; in the panel of the help page that a group names."""
+    hints = get_type_hints(owner, include_extras=True)
+    owners = reversed(owner.__mro__) if parameters is None else [owner]
+    helps = {name: text for each in owners for name, text in _documented(each)[1].items()}
+    for parameter in parameters or signature(owner).parameters.values():
+        name, default, hint = parameter.name, parameter.default, hints[parameter.name]
+        if hint is not typer.Context:
+            kind, *given = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+            made = typer.Argument if default is Parameter.empty else typer.Option
+            info = copy(given[0]) if given else made()
+            info.help = helps.get(name, info.help)
+            info.rich_help_panel = info.rich_help_panel or getattr(owner, "panel", None)
+            if kind is bool and default is False and info.default is ...:  # typer keeps a name as the default
+                info.param_decls = (f"--{name.replace('_', '-')}",)
+            hint = Annotated[kind, info]
+        yield parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint)
 
 
 def _documented(function: Any) -> tuple[str, dict[str, str]]:

@@ -40,41 +40,34 @@ ENVIRONMENT = {
 PROFILE = "ABLATE_PROFILE"
 _FLAGS = {"ray": "--address", "shared_state": "--shared-state"}
 _DEFAULTS = {"state": "runs", "executor": "ray", "device": "auto", "shared_state": False}
+_NONE = {"ray": "started here", "workers": "one for each core, or for each GPU", "price": "not set"}
+"""Text of a key without a value; of the others: none."""
 _NAME = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one command, resolved, with the origin of each value."""
+    """Settings of one command, resolved: the options of `SweepFlags`, with the origin of each value.
+
+    `ray`: None: start Ray on this machine. `mlflow`, `tracker`: None: none. `workers`: None: one for each
+    core, or for each GPU. `device_note`: reason why this machine's GPU is not used; empty if there is none,
+    or if it is used. `notify`: command or URL that receives the first failure and the end of a sweep.
+    `origins`: by key: a flag, a variable, a profile or `default`.
+    """
 
     state: Path
-    """State folder."""
     ray: str | None
-    """Address of a Ray cluster; None: start Ray on this machine."""
     mlflow: str | None = field(repr=False)  # an address may hold a password
-    """Address of MLflow; None: no MLflow."""
     tracker: str | None
-    """Trackers beside MLflow: names or `module:class`, separated by commas; None: none."""
     workers: int | None
-    """Trials at once; None: one for each core, or for each GPU."""
     executor: str
-    """`ray` or `inline`."""
     device: str
-    """`cpu` or `cuda`."""
     device_note: str
-    """Reason why this machine's GPU is not used; empty if there is none, or if it is used."""
     notify: str | None = field(repr=False)
-    """Command or URL that receives the first failure and the end of a sweep."""
     price: float | None
-    """Cost of one worker-hour, in the currency of `budget.cost`."""
     shared_state: bool
-    """If True, a new state folder gets the permissions that the umask leaves; otherwise only this user can
-    enter it.
-    """
     profile: str | None
-    """Name of the profile, if one was named."""
     origins: Mapping[str, str]
-    """Origin of each value, by key: a flag, a variable, a profile or `default`."""
 
     @property
     def state_option(self) -> str:
@@ -84,31 +77,25 @@ class Settings:
     def shown(self) -> dict[str, str]:
         """Return every value as text that is safe to print: without passwords, and of a notification URL only
         scheme and host."""
-        defaults = {
-            "ray": "started here",
-            "mlflow": "none",
-            "tracker": "none",
-            "workers": "one for each core, or for each GPU",
-            "notify": "none",
-            "price": "not set",
-        }
         values = {key: getattr(self, key) for key in KEYS}
-        texts = {key: defaults[key] if value is None else redact(str(value)) for key, value in values.items()}
-        return texts | ({"notify": destination(self.notify)} if self.notify else {})
+        values["notify"] = self.notify and destination(self.notify)
+        return {
+            key: _NONE.get(key, "none") if one is None else redact(str(one)) for key, one in values.items()
+        }
 
     def environment(self) -> dict[str, str]:
         """Return environment variables that give a child process the same settings. They are not arguments,
         because every user of a machine can list the arguments of a process."""
         values = {
-            "state": str(self.state.resolve()),
-            "ray": self.ray or "local",
-            "mlflow": self.mlflow or "none",
-            "tracker": self.tracker or "none",
-            "notify": self.notify,
+            ENVIRONMENT["state"]: str(self.state.resolve()),
+            ENVIRONMENT["ray"]: self.ray or "local",
+            ENVIRONMENT["mlflow"]: self.mlflow or "none",
+            ENVIRONMENT["tracker"]: self.tracker or "none",
+            ENVIRONMENT["notify"]: self.notify,
+            ENVIRONMENT["shared_state"]: "true" if self.shared_state else None,
+            PROFILE: self.profile,
         }
-        variables = {ENVIRONMENT[key]: value for key, value in values.items() if value}
-        variables |= {ENVIRONMENT["shared_state"]: "true"} if self.shared_state else {}
-        return variables | ({PROFILE: self.profile} if self.profile else {})
+        return {name: value for name, value in values.items() if value}
 
 
 def find_settings(profile: str | None = None, **flags: object) -> Settings:
@@ -120,30 +107,30 @@ def find_settings(profile: str | None = None, **flags: object) -> Settings:
     values: dict[str, Any] = {}  # as KEYS checked them, or as typer parsed them
     origins: dict[str, str] = {}
     for key in KEYS:
-        origin = f"profile {name or 'default'} of {file}"
-        values[key], origins[key] = _resolve(key, flags.get(key), table, origin)
-    state = Path(values["state"]).expanduser()
-    values |= {"state": state, "mlflow": mlflow_uri(values["mlflow"], state)}
-    values["device_note"] = ""
+        variable, origin = ENVIRONMENT.get(key, ""), f"profile {name or 'default'} of {file}"
+        if (flag := flags.get(key)) is not None:
+            values[key], origins[key] = flag, _FLAGS.get(key, f"--{key}")
+        elif os.environ.get(variable):
+            values[key], origins[key] = os.environ[variable], variable
+        elif key in table:
+            values[key], origins[key] = _expand(table[key], f"{key} in {origin}"), origin
+        else:
+            values[key], origins[key] = _DEFAULTS.get(key), "default"
+    values["state"] = state = Path(values["state"]).expanduser()
+    mlflow = values["mlflow"] or url((state / "mlflow.db").resolve())
+    values |= {"mlflow": None if mlflow == "none" else mlflow, "device_note": ""}
     if values["device"] != "cpu":
         here = device_class()
         values["device_note"] = here.note(values["device"]) if values["ray"] in (None, "local") else ""
         values["device"] = here.device if values["device"] == "auto" else values["device"]
-    values["shared_state"] = _parse_boolean(values["shared_state"])
-    values["ray"] = None if values["ray"] == "local" else values["ray"]
+    shared = str(values["shared_state"]).lower()  # the environment has text
+    if shared not in ("true", "false", "1", "0"):
+        raise InputError(f"{ENVIRONMENT['shared_state']}={values['shared_state']}: must be true or false")
+    values |= {
+        "shared_state": shared in ("true", "1"),
+        "ray": None if values["ray"] == "local" else values["ray"],
+    }
     return Settings(**values, profile=name, origins=origins)
-
-
-def _resolve(key: str, flag: object, table: Mapping[str, object], origin: str) -> tuple[object, str]:
-    """Return a value and its origin; `origin` describes the profile that `table` is."""
-    variable = ENVIRONMENT.get(key, "")
-    if flag is not None:
-        return flag, _FLAGS.get(key, f"--{key}")
-    if os.environ.get(variable):
-        return os.environ[variable], variable
-    if key in table:
-        return _expand(table[key], f"{key} in {origin}"), origin
-    return _DEFAULTS.get(key), "default"
 
 
 def _profile(name: str | None) -> tuple[Path, dict[str, object]]:
@@ -198,18 +185,14 @@ def _must_be(what: str, holds: Callable[[Any], bool]) -> Callable[[object], str 
     return lambda value: None if holds(value) else f"{value!r}: must be {what}"
 
 
-def _one_of(*choices: str) -> Callable[[object], str | None]:
-    return _must_be(f"one of {', '.join(choices)}", lambda value: value in choices)
-
-
 KEYS: dict[str, Callable[[object], str | None]] = {
     "state": _text,
     "ray": _text,
     "mlflow": _text,
     "tracker": _text,
     "workers": _must_be("a whole number from 1", lambda value: type(value) is int and value > 0),
-    "executor": _one_of("ray", "inline"),
-    "device": _one_of("auto", "cpu", "cuda"),
+    "executor": _must_be("one of ray, inline", ("ray", "inline").__contains__),
+    "device": _must_be("one of auto, cpu, cuda", ("auto", "cpu", "cuda").__contains__),
     "notify": _text,
     "price": _must_be("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf),
     "shared_state": _must_be("true or false", lambda value: isinstance(value, bool)),
@@ -218,25 +201,12 @@ KEYS: dict[str, Callable[[object], str | None]] = {
 
 def _expand(value: object, location: str) -> object:
     """Replace $NAME and ${NAME} in a text by their values in the environment."""
-    if not isinstance(value, str):
+    try:
+        if isinstance(value, str):
+            return _NAME.sub(lambda match: os.environ[match[1] or match[2]], value)
         return value
-    names = [match[1] or match[2] for match in _NAME.finditer(value)]
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise InputError(f"{location}: ${missing[0]} is not set in the environment")
-    return _NAME.sub(lambda match: os.environ[match[1] or match[2]], value)
-
-
-# Derived values
-
-
-def _parse_boolean(value: bool | str) -> bool:
-    """Return a switch that the environment may set as text; InputError unless it is true, false, 1 or 0."""
-    if isinstance(value, bool):
-        return value
-    if value.lower() not in ("true", "false", "1", "0"):
-        raise InputError(f"{ENVIRONMENT['shared_state']}={value}: must be true or false")
-    return value.lower() in ("true", "1")
+    except KeyError as missing:
+        raise InputError(f"{location}: ${missing.args[0]} is not set in the environment") from None
 
 
 def writable(state: Path, shared: bool = False) -> str | None:
@@ -250,8 +220,17 @@ def writable(state: Path, shared: bool = False) -> str | None:
         permissions = make_folder(state, shared)
         probe = state / f".writable.{os.getpid()}"
         probe.touch()
-        try:
-            _lock(probe)
+        try:  # flock, as this package locks, and fcntl, as SQLite does
+            with probe.open("a") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_UN)  # over NFS both are one lock
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(
+                f"--state {state}: files cannot be locked there ({error.strerror}), so two processes could"
+                " overwrite each other's results; name a folder on a file system with locks (Lustre: mounted"
+                " with -o flock)"
+            ) from None
         finally:
             probe.unlink()
     except OSError as error:
@@ -260,30 +239,6 @@ def writable(state: Path, shared: bool = False) -> str | None:
         return None
     remedy = f"`chmod 700 {state}` makes it private, --shared-state hides this note"
     return f"other users of this machine can read the state folder {state} ({permissions}): {remedy}."
-
-
-def _lock(probe: Path) -> None:
-    """Lock a file by flock, as this package does, and by fcntl, as SQLite does; InputError if the file system
-    has no locks."""
-    try:
-        with probe.open("a") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.lockf(file, fcntl.LOCK_UN)  # over NFS both are one lock
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        why = (
-            f"files cannot be locked there ({error.strerror}), "
-            "so two processes could overwrite each other's results"
-        )
-        remedy = "name a folder on a file system with locks (Lustre: mounted with -o flock)"
-        raise InputError(f"--state {probe.parent}: {why}; {remedy}") from None
-
-
-def mlflow_uri(given: str | None, state: Path) -> str | None:
-    """Return MLflow's address: as given, a SQLite store in the state folder by default, None for `none`."""
-    if given == "none":
-        return None
-    return given or url((state / "mlflow.db").resolve())
 
 
 def destination(hook: str) -> str:
