@@ -90,14 +90,11 @@ class Output:
             print_json(lines if about is None else {**about, "lines": lines})
             return
         names = [name for name in lines[0] if name not in hidden]
-        heads = {  # one line in 160 columns
-            name: name.replace("forward", "fwd").replace("backward", "bwd") for name in names
-        }
-        table = plain_table(*heads.values(), right=[heads[name] for name in names if name in FORMS])
-        for line in lines:
-            values = ((FORMS.get(name, "{}"), line[name]) for name in names)
-            table.add_row(*("-" if value is None else form.format(value) for form, value in values))
-        console().print(table)
+        heads = [name.replace("forward", "fwd").replace("backward", "bwd") for name in names]  # for one line
+        right = [head for name, head in zip(names, heads, strict=True) if name in FORMS]
+        cells = ([(FORMS.get(name, "{}"), line[name]) for name in names] for line in lines)
+        rows = (["-" if cell is None else form.format(cell) for form, cell in row] for row in cells)
+        console().print(plain_table(*heads, right=right, rows=rows))
 
 
 @app.command()
@@ -325,21 +322,17 @@ def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled
 
 def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
     """Return the layers to time, given by shape or by model."""
-    shapes, models, tokens = asked.shapes, asked.models, asked.tokens
-    wrong = _unknown("model", models or (), linear_layers.MODELS, "--model ")
+    models, tokens = asked.models or [], asked.tokens
+    wrong = _unknown("model", models, linear_layers.MODELS, "--model ")
     if tokens and not models:
         wrong.append("--tokens needs --model; a --shape includes its tokens")
     if wrong:
         raise InputError(*wrong)
-    texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
-    sizes = [_size(text, 3) for text in texts or ()]
-    given = [linear_layers.Shape("x".join(map(str, size)), *size) for size in sizes]
-    given += [
-        shape
-        for name in models or ()
-        for shape in linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])
-    ]
-    return list(dict.fromkeys(given))
+    texts = asked.shapes or ([] if models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"])
+    shapes = [linear_layers.Shape("x".join(map(str, size)), *size) for size in (_size(t, 3) for t in texts)]
+    for name in models:
+        shapes += linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])
+    return list(dict.fromkeys(shapes))
 
 
 def _engines(
@@ -353,28 +346,29 @@ def _engines(
         raise InputError(*wrong)
     if AUTO in names and len(names) > 1:
         raise InputError(f"--engine {asked}: auto stands alone")
-    chosen = {(name, linear_layers.PLAIN): recipe for name, recipe in recipes.items() if recipe.plain}
-    here, quantised = this_machine(), {name: one for name, one in recipes.items() if not one.plain}
-    skipped: list[str] = []
+    chosen: dict[str, list[str]] = {name: [linear_layers.PLAIN] * one.plain for name, one in recipes.items()}
+    here, skipped = this_machine(), list[str]()
     for engine in names:
         by = linear_layers.NATIVE if engine == AUTO else engine
         refusals: dict[Refusal, list[str]] = defaultdict(list)
-        for name, recipe in quantised.items():
+        for name, recipe in recipes.items():
+            if recipe.plain:
+                continue
             reason = linear_layers.refused(recipe, shapes, device, here, by)
             if reason:
                 refusals[reason].append(name)
             if not reason or engine == AUTO:
-                chosen[name, linear_layers.EMULATED if reason else by] = recipe
+                chosen[name].append(linear_layers.EMULATED if reason else by)
         for reason, refused in refusals.items():
             if engine == AUTO:
                 print(f"{', '.join(refused)}: emulated, since {reason.why}", file=sys.stderr)
             else:
                 skipped.append(f"--engine {engine}: {', '.join(refused)}: {reason}")
-    if skipped and (len(names) == 1 or not any(by in names for _, by in chosen)):
+    if skipped and (len(names) == 1 or not any(by in names for engines in chosen.values() for by in engines)):
         raise InputError(*skipped)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
-    return {case: recipe for name in recipes for case, recipe in chosen.items() if case[0] == name}
+    return {(name, by): recipes[name] for name, engines in chosen.items() for by in engines}
 
 
 def _with_bf16(names: list[str]) -> list[str]:

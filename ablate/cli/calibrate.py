@@ -54,8 +54,9 @@ def calibrate(
 
     settings, screen = flags.settings(workers=workers), console()
     experiment = load(file, settings.device)
-    if dry_run:
-        _remove_at_end(context, beside(file, CALIBRATION), beside(file, FULL_CALIBRATION))
+    for path in (beside(file, CALIBRATION), beside(file, FULL_CALIBRATION)) if dry_run else ():
+        if not path.exists():  # removed when the command ends, however it ends
+            context.call_on_close(partial(path.unlink, missing_ok=True))
     try:
         seeds, sweeps = write_fitting(
             file, experiment, seeds, bad, full, hours, settings.state, settings.device, settings.workers or 1
@@ -78,19 +79,17 @@ def calibrate(
         )
         raise typer.Exit(FAILED)
     count = chosen.proposed_seeds()
-    screen.print(_sharpest(chosen, count, arms))
+    screen.print(
+        f"Sharpest: {chosen.name}. With {count} seeds of {arms} arms a 95 % interval is expected to be"
+        f" ±{chosen.half_width(count):.2g} wide (at most ±{chosen.half_width(count, True):.2g} with a chance"
+        f" of 80 %), after {duration(count * chosen.seconds(arms))} of one worker. A fifth of the known-bad"
+        f" arm's damage is {chosen.goal:.2g}."
+    )
     if chosen.design and experiment.keys.published:
         screen.print(f"{file} has published figures of full runs, which forks do not measure: not written.")
     elif not dry_run:
         file.write_text(with_values(file.read_text(), proposal(experiment, chosen, count, bad)))
         screen.print(f"Written into {file}: `{program('ablate')} plan {file}` shows it.")
-
-
-def _remove_at_end(context: typer.Context, *files: Path) -> None:
-    """Remove the files that do not exist yet when the command ends, however it ends."""
-    for path in files:
-        if not path.exists():
-            context.call_on_close(partial(path.unlink, missing_ok=True))
 
 
 def _run(path: Path, settings: Settings, flags: DeviceFlags, workers: int | None) -> int:
@@ -103,27 +102,19 @@ def _run(path: Path, settings: Settings, flags: DeviceFlags, workers: int | None
     return subprocess.run(command, check=False).returncode
 
 
-def _sharpest(chosen: "Candidate", seeds: int, arms: int) -> str:
-    return (
-        f"Sharpest: {chosen.name}. With {seeds} seeds of {arms} arms a 95 % interval is expected to be"
-        f" ±{chosen.half_width(seeds):.2g} wide (at most ±{chosen.half_width(seeds, True):.2g} with a chance"
-        f" of 80 %), after {duration(seeds * chosen.seconds(arms))} of one worker. A fifth of the known-bad"
-        f" arm's damage is {chosen.goal:.2g}."
-    )
-
-
 def _table(candidates: "Sequence[Candidate]", chosen: "Candidate", arms: int) -> Table:
     numbers = ("known-bad arm", "deviation", "s a seed", "t after 1 h", "± at 3, 5, 8 seeds")
     table = plain_table("design", *numbers, right=numbers)
     for one in sorted(candidates, key=lambda each: -each.sharpness(arms)):
+        effect, deviation = f"{one.effect:+.2g} ±{one.effect_error:.1g}", f"{one.deviation:.2g}"
         widths = ", ".join(f"{one.half_width(seeds):.2g}" for seeds in (3, 5, 8))
-        table.add_row(
+        cells = (
             one.name,
-            f"{one.effect:+.2g} ±{one.effect_error:.1g}",
-            f"{one.deviation:.2g}",
+            effect,
+            deviation,
             f"{one.seconds(arms):.0f}",
             f"{one.sharpness(arms):.1f}",
             widths,
-            style="bold" if one is chosen else "",
         )
+        table.add_row(*cells, style="bold" if one is chosen else "")
     return table

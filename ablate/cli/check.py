@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,11 +76,10 @@ def _printed(screen: Console, promises: "Iterable[Promise]", last: str) -> int:
     for promise in promises:
         if not promise.kept:
             status = BAD_INPUT if promise.refused else FAILED
-        word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
-        if promise.kept and promise.remedy:
-            word = Text("NOTE", "yellow")
-        screen.print(Text.assemble(word, "  ", promise.name))
-        screen.print(Text(f"      {promise.detail}", "dim" if word.plain == "PASS" else ""))
+        done = ("NOTE", "yellow") if promise.remedy else ("PASS", "green")
+        word, style = done if promise.kept else ("FAIL", "bold red")
+        screen.print(Text.assemble((word, style), "  ", promise.name))
+        screen.print(Text(f"      {promise.detail}", "dim" if word == "PASS" else ""))
         if promise.remedy:
             screen.print(Text(f"      To mend: {promise.remedy}"))
     failed = "The checks after the failed one were not run: mend it and check again."
@@ -101,18 +101,6 @@ class ProgressLine:
             self.screen.print(f"      ... {text}")
 
 
-def _refuse_missing(file: Path, function: str) -> None:
-    """Raise InputError if a Python file lacks a training function, and has functions for quantisers."""
-    try:
-        names = own_source.functions(file)
-    except (OSError, SyntaxError):
-        return  # the workload's reader says so
-    fields = [name for name in names if own.is_for_quantisers(file, name)]
-    if function not in names and fields:
-        why = f"no function {function!r} to train; name one for a quantiser as {file}:{fields[0]}"
-        raise InputError(f"{file}: {why}")
-
-
 def _workload(
     file: Path, function: str, pairs: list[str]
 ) -> tuple[Workload, Recipe | None, tuple[str, ...], bool | None]:
@@ -128,23 +116,21 @@ def _workload(
         recipes = [arm.recipe for arm in experiment.arms] or [experiment.base.arm({}).recipe]
         first = next((recipe for recipe in recipes if not recipe.plain), recipes[0])
         names = tuple(metric.name for metric in experiment.metrics)
-        return (
-            experiment.base.config,
-            first,
-            names,
-            design.anneal if design and design.trunk == START else None,
-        )
+        anneals = design.anneal if design and design.trunk == START else None
+        return experiment.base.config, first, names, anneals
     if not file.is_file():
         raise InputError(f"{file}: no such file")
-    _refuse_missing(file, function)
+    with suppress(OSError, SyntaxError):  # the workload's reader says so
+        defined = own_source.functions(file)
+        fields = [name for name in defined if own.is_for_quantisers(file, name)]
+        if function not in defined and fields:
+            why = f"no function {function!r} to train; name one for a quantiser as {file}:{fields[0]}"
+            raise InputError(f"{file}: {why}")
     parts = [pair.partition("=") for pair in pairs]
     if unfinished := [f"--config {key}: write key=value" for key, equals, _ in parts if not equals]:
         raise InputError(*unfinished)
-    values: dict[str, Json] = {
-        "file": str(file.resolve()),
-        "function": function,
-        "config": {key: scalar(value) for key, _, value in parts},
-    }
+    config = {key: scalar(value) for key, _, value in parts}
+    values: dict[str, Json] = {"file": str(file.resolve()), "function": function, "config": config}
     try:
         return StartingPoint("python", values, "nvfp4").arm({}).config, None, (), None
     except KnobError as error:

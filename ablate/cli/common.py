@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -203,12 +203,19 @@ def filled(template: str, **values: object) -> str:
     return jinja.get_template(f"{template}.j2").render(values)
 
 
-def plain_table(*names: str, right: Collection[str] = (), style: str = "bold") -> Table:
+def plain_table(
+    *names: str,
+    rows: Iterable[Iterable[str | Text]] = (),
+    right: Collection[str] = (),
+    style: str = "bold",
+) -> Table:
     """Return a table without rules and with these heads, in a style; without any, it has no line of heads.
     `right`: columns that are aligned right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style, show_header=bool(names))
     for name in names:
         table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import ThreadingHTTPServer
-from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Annotated, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -64,11 +63,6 @@ class Hosts:
     host: str = HOST
     allowed_hosts: Annotated[str, typer.Option(envvar="ABLATE_ALLOWED_HOSTS", show_envvar=False)] = ""
 
-    @property
-    def names(self) -> frozenset[str]:
-        """All host names under which they answer."""
-        return own_names(self.host, self.allowed_hosts)
-
 
 def ui(
     ports: Ports,
@@ -84,29 +78,43 @@ def ui(
         sweep: Sweep that the addresses lead to, by name or YAML file; default: the last one that ran.
         wait: Start even if no sweep has run yet, as a service does.
     """
-    settings, screen = flags.settings(), console()
-    name = _choose_sweep(settings.state, sweep, wait)
+    settings, screen, names = flags.settings(), console(), own_names(hosts.host, hosts.allowed_hosts)
+    state, handler = settings.state, partial(ReportHandler, settings.state, names)
+    sweeps = folders(state, [sweep] if sweep else None)
+    if not (sweeps or wait):
+        raise InputError(
+            f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"
+        )
+    name = max(sweeps, key=changed).name if sweeps else None
     optuna = bind_first_free(
         "optuna", ports.optuna_port, lambda port: _WsgiServer((hosts.host, port), _QuietHandler)
     )
     reports = bind_first_free(
-        "reports",
-        ports.reports_port,
-        lambda port: ThreadingHTTPServer(
-            (hosts.host, port), partial(ReportHandler, settings.state, hosts.names)
-        ),
+        "reports", ports.reports_port, lambda port: ThreadingHTTPServer((hosts.host, port), handler)
     )
-    mlflow_server = MlflowServer(settings, ports.mlflow_port)
+    mlflow = MlflowServer(settings, ports.mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with ExitStack() as stack:
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
-                stack.callback(mlflow_server.close)
-                _serve(reports, stack)
-                servers = _start(settings.state, name, mlflow_server, optuna, hosts.names, stack)
-                servers.append(
-                    Served("Reports", _address(reports), "question of each sweep, and its report or figures")
-                )
+                stack.callback(mlflow.close)
+                hint = "question of each sweep, and its report or figures"
+                served = Served("Reports", _serve(reports, stack), hint)
+                # Imported here: Optuna and its dashboard take seconds, while MLflow's server starts.
+                from ablate.execution.search.combined_storage import dashboard
+
+                application, number = dashboard(state)
+                optuna.set_app(guarded_application(application, names))
+                address, page, experiment = _serve(optuna, stack), "/note", None
+                if name:
+                    path = state / "sweeps" / name / "ledger.db"
+                    with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+                        experiment = ledger.facts.mlflow_experiment
+                        page = "" if ledger.facts.search else page  # importances of a grid say nothing
+                    study = number(name)
+                    address += "" if study is None else f"dashboard/studies/{study}{page}"
+                dashboards = Served("Optuna", address, "the arms as a study: history, importance, gaps")
+                servers = [mlflow.served(experiment), dashboards, served]
             _print_addresses(servers, name, screen)
             while True:
                 signal.pause()
@@ -115,66 +123,13 @@ def ui(
     raise typer.Exit(DONE)
 
 
-def _choose_sweep(state: Path, sweep: str | None, wait: bool) -> str | None:
-    """Return the name of the given sweep, or of the one that changed last; None if there is none yet."""
-    sweeps = folders(state, [sweep] if sweep else None)
-    if not (sweeps or wait):
-        raise InputError(
-            f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"
-        )
-    return max(sweeps, key=changed).name if sweeps else None
-
-
-# Starting
-
-
-def _start(
-    state: Path,
-    sweep: str | None,
-    mlflow: MlflowServer,
-    optuna: "_WsgiServer",
-    names: frozenset[str],
-    stack: ExitStack,
-) -> list[Served]:
-    """Start MLflow's server and Optuna's dashboard in parallel, and return them once they answer."""
-    # Imported here: Optuna and its dashboard take seconds, while MLflow's server starts.
-    from ablate.execution.search.combined_storage import dashboard
-
-    application, number = dashboard(state)
-    optuna.set_app(guarded_application(application, names))
-    _serve(optuna, stack)
-    experiment, searched = _read(state / "sweeps" / sweep / "ledger.db") if sweep else (None, False)
-    study = number(sweep) if sweep else None
-    # Of a grid, whose importances say nothing, the note with the answer.
-    page = "" if searched else "/note"
-    address = _address(optuna) if study is None else f"{_address(optuna)}dashboard/studies/{study}{page}"
-    return [
-        mlflow.served(experiment),
-        Served("Optuna", address, "the arms as a study: history, importance, gaps"),
-    ]
-
-
-def _read(path: Path) -> tuple[str | None, bool]:
-    """Return a sweep's experiment in MLflow, None without one, and True for a search; (None, False) if its
-    ledger cannot be read."""
-    with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
-        return ledger.facts.mlflow_experiment, bool(ledger.facts.search)
-    return None, False
-
-
-def _serve(server: TCPServer, stack: ExitStack) -> None:
-    """Serve from a thread until the stack unwinds."""
+def _serve(server: TCPServer, stack: ExitStack) -> str:
+    """Serve from a thread until the stack unwinds, and return the address."""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
-
-
-def _address(server: TCPServer) -> str:
     host, port = server.server_address[:2]
     return f"http://{host!s}:{port}/"
-
-
-# WSGI
 
 
 class _WsgiServer(ThreadingMixIn, WSGIServer):
@@ -186,14 +141,10 @@ class _QuietHandler(WSGIRequestHandler):
         """Log nothing."""
 
 
-# Output
-
-
 def _print_addresses(servers: Iterable[Served], sweep: str | None, screen: Console) -> None:
     table = plain_table()
-    table.add_column()
-    table.add_column(no_wrap=True, overflow="ignore")  # an address in two lines cannot be opened
-    table.add_column()
+    for whole in (False, True, False):  # an address in two lines cannot be opened
+        table.add_column(no_wrap=whole, overflow="ignore" if whole else "ellipsis")
     for server in servers:
         address = Text(server.address, overflow="fold") if server.address else Text("not running", "yellow")
         table.add_row(Text(server.name, "bold"), address, Text(server.hint, "dim"))

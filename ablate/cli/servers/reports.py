@@ -7,13 +7,13 @@ import re
 import socket
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from urllib.parse import quote, unquote
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
@@ -41,15 +41,12 @@ def calls_us(header: str | None, names: frozenset[str]) -> bool:
     this machine. Its requests carry that name. A numeric address cannot be redirected, so it is always
     accepted.
     """
-    match = _HOST.fullmatch(header or "")
-    if not match:
+    if not (match := _HOST.fullmatch(header or "")):
         return False
     name = match[1] or match[2]
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name.lower().rstrip(".") in names
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return name.lower().rstrip(".") in names
 
 
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]/?#@\s]+))(?::\d+)?")
@@ -89,10 +86,10 @@ class ReportHandler(SimpleHTTPRequestHandler):
         """Send a file of a report, or the list of all sweeps."""
         if not self._calls_us():
             return
-        if self.path.partition("?")[0] not in ("/", "/index.html"):
+        if self.path.partition("?")[0] in ("/", "/index.html"):
+            self._send(200, "html", index(self._state).encode())
+        else:
             super().do_GET()
-            return
-        self._send(200, "html", index(self._state).encode())
 
     def do_HEAD(self) -> None:
         """Send the headers of a file of a report."""
@@ -161,12 +158,17 @@ def _item(state: Path, folder: Path) -> str:
     report, path = state / "reports" / folder.name, quote(folder.name)
     name, (question, counts) = html_text(folder.name), _facts(folder)
     found = about(report)
-    title = (
-        f'<a href="{path}/index.html"><b>{name}</b></a>'
-        if (report / "index.html").exists()
-        else f"<b>{name}</b>"
-    )
-    kind = "running" if holder(folder) else _kind(found, counts)
+    title = f"<b>{name}</b>"
+    if (report / "index.html").exists():
+        title = f'<a href="{path}/index.html">{title}</a>'
+    if holder(folder):
+        kind = "running"
+    elif counts["failed"] + counts["oom"] and not counts["done"] + counts["diverged"]:
+        kind = "failed"
+    elif "answered" not in found:
+        kind = "unknown"
+    else:
+        kind = "answered" if found["answered"] else "open" if found["valid"] else "none"
     # What an earlier report says is not about the runs of now.
     answer = f"<p>{html_text(found['answer'])}</p>" if found.get("answer") and kind != "running" else ""
     total, over = counts.total(), counts.total() - counts["pending"] - counts["running"]
@@ -177,15 +179,6 @@ def _item(state: Path, folder: Path) -> str:
         f'<tr><th scope="row">{title}</th><td>{html_text(question)}{answer}{when}</td>'
         f'<td><span class="chip {kind}">{chip}</span></td><td>{html_text(runs)}</td></tr>'
     )
-
-
-def _kind(found: Mapping[str, Any], counts: Counter[str]) -> str:
-    """Return the class of the chip of a sweep that does not run; "unknown" without a report."""
-    if counts["failed"] + counts["oom"] and not counts["done"] + counts["diverged"]:
-        return "failed"
-    if "answered" not in found:
-        return "unknown"
-    return "answered" if found["answered"] else "open" if found["valid"] else "none"
 
 
 def _facts(folder: Path) -> tuple[str, Counter[str]]:
