@@ -3,6 +3,7 @@
 import sys
 import textwrap
 import time
+from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +13,10 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
 from ablate.errors import InputError, first_line, nearest, one_line
-from ablate.recipes import PRESETS, Recipe
+from ablate.recipes import PRESETS
 
 if TYPE_CHECKING:
-    from ablate.verification.conformance.result import Block, Row
+    from ablate.verification.conformance.result import Row
     from ablate.verification.conformance.run import Findings
 
 _WIDTH, _NAME = 80, 28
@@ -72,11 +73,15 @@ def conform(
 
     # What a subject prints must not stand within the JSON document.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        findings = (
-            _demonstrated(screen, show, as_json)
-            if demo
-            else _examined(subject, recipe, only, device, seed, show)
-        )
+        if demo:
+            from ablate.verification.conformance import demo as published
+            from ablate.verification.conformance.run import conform as examine
+
+            if not as_json:
+                screen.print(published.STORY)
+            findings = examine(published.faulty(), published.RECIPE, only=published.PROPERTIES, show=show)
+        else:
+            findings = _examined(subject, recipe, only, device, seed, show)
     if as_json:
         print_json(_document(findings, time.monotonic() - started))
     else:
@@ -84,18 +89,14 @@ def conform(
             print_row(screen, row)
         _print_end(screen, findings, time.monotonic() - started)
     if save is not None:
-        _save(findings, save, screen, quiet=as_json)
+        try:
+            count = findings.save(save)
+        except OSError as error:
+            why = f"{error.strerror}; name a file in a folder that exists"
+            raise InputError(f"--save {save}: {why}") from None
+        if not as_json:
+            screen.print(Text(f"{count:,} wrong numbers are in {save}"))
     raise typer.Exit(DONE if findings.passed != demo else FAILED)
-
-
-def _save(findings: "Findings", path: Path, screen: Screen, quiet: bool) -> None:
-    """Write the wrong numbers to a file; InputError if it cannot be written."""
-    try:
-        count = findings.save(path)
-    except OSError as error:
-        raise InputError(f"--save {path}: {error.strerror}; name a file in a folder that exists") from None
-    if not quiet:
-        screen.print(Text(f"{count:,} wrong numbers are in {path}"))
 
 
 def _alike(row: "Row") -> tuple[str, str]:
@@ -122,7 +123,11 @@ def _examined(
     if subject not in names() and Path(subject).is_dir():
         if only:
             raise InputError("--only names a property of a subject; of a folder of dumps, leave it out")
-        return _replayed(Path(subject), recipe, made, seed)
+        from ablate.verification.conformance.replay import replay
+        from ablate.verification.conformance.run import Findings
+
+        rows = tuple(one.row for one in replay(Path(subject), made, seed))
+        return Findings(str(Path(subject)), recipe, rows, "dumped products are the recipe's")
     import torch
 
     try:
@@ -132,23 +137,6 @@ def _examined(
     from ablate.verification.conformance.run import conform as examine
 
     return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed or 0, show=show)
-
-
-def _replayed(folder: Path, name: str, recipe: Recipe, seed: int | None) -> "Findings":
-    from ablate.verification.conformance.replay import replay
-    from ablate.verification.conformance.run import Findings
-
-    rows = tuple(one.row for one in replay(folder, recipe, seed))
-    return Findings(str(folder), name, rows, "dumped products are the recipe's")
-
-
-def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
-    from ablate.verification.conformance import demo
-    from ablate.verification.conformance.run import conform as examine
-
-    if not as_json:
-        screen.print(demo.STORY)
-    return examine(demo.faulty(), demo.RECIPE, only=demo.PROPERTIES, show=show)
 
 
 # --- printing -------------------------------------------------------------------------------------
@@ -162,42 +150,32 @@ def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
     counted = "" if row.outcome == "report" else counts(row)
     word = row.outcome.upper() if row.outcome == "fail" else str(row.outcome)
     style = _STYLES[row.outcome]
+    line = f"{row.property:{_NAME}}{counted:>30}".rstrip()
     if len(row.property) > _NAME:  # of a dumped layer
-        screen.print(Text.assemble((f"{word:8}", style), one_line(row.property)))
-    else:
-        screen.print(Text.assemble((f"{word:8}", style), f"{row.property:{_NAME}}{counted:>30}".rstrip()))
+        line = one_line(row.property)
+    screen.print(Text.assemble((f"{word:8}", style), line))
+
+    def indented(text: str, style: str = "", hanging: int = 0) -> None:
+        for line in textwrap.wrap(one_line(text), _WIDTH - 8, subsequent_indent=" " * hanging):
+            screen.print(Text(" " * 8 + line, style))
+
     if row.detail and row.outcome != "pass" and not known:
-        _indented(screen, row.detail)
-    if row.block is not None and not known:
-        _print_block(screen, row.block)
+        indented(row.detail)
+    if (block := row.block) is not None and not known:
+        indented(f"first at {block.place}")
+        for word, computed, values in (
+            ("input", "", block.source),
+            ("recipe", block.computed, block.expected),
+            ("subject", block.computed_by_subject, block.got),
+        ):
+            if shown := computed or " ".join(f"{value:.5g}" for value in values):
+                indented(f"{word + ':':9}{shown}", "dim" if word == "input" else "", 9)
     if row.stage:
-        _indented(screen, f"first wrong stage: {row.stage}", "bold")
-
-
-def _print_block(screen: Screen, block: "Block") -> None:
-    _indented(screen, f"first at {block.place}")
-    for word, computed, values in (
-        ("input", "", block.source),
-        ("recipe", block.computed, block.expected),
-        ("subject", block.computed_by_subject, block.got),
-    ):
-        shown = computed or " ".join(f"{value:.5g}" for value in values)
-        if shown:
-            _indented(screen, f"{word + ':':9}{shown}", "dim" if word == "input" else "", 9)
-
-
-def _indented(screen: Screen, text: str, style: str = "", hanging: int = 0) -> None:
-    lines = textwrap.wrap(one_line(text), _WIDTH - 8, subsequent_indent=" " * hanging)
-    for line in lines:
-        screen.print(Text(" " * 8 + line, style))
+        indented(f"first wrong stage: {row.stage}", "bold")
 
 
 def _print_end(screen: Screen, findings: "Findings", seconds: float) -> None:
-    skipped: dict[str, int] = {}
-    for row in findings.rows:
-        if row.outcome == "n/a":
-            skipped[row.detail] = skipped.get(row.detail, 0) + 1
-    if skipped:
+    if skipped := Counter(row.detail for row in findings.rows if row.outcome == "n/a"):
         reasons = "; ".join(f"{reason} ({count})" for reason, count in skipped.items())
         screen.print(Text(textwrap.fill(f"Not examined: {reasons}.", _WIDTH), "dim"))
     style = "bold green" if findings.passed else "bold red"
@@ -206,15 +184,9 @@ def _print_end(screen: Screen, findings: "Findings", seconds: float) -> None:
 
 
 def _document(findings: "Findings", seconds: float) -> dict[str, object]:
+    rows = [vars(row) | {"block": row.block and vars(row.block)} for row in findings.rows]
     return {
-        "subject": findings.subject,
-        "recipe": findings.recipe,
-        "passed": findings.passed,
-        "text": findings.text,
+        **{name: getattr(findings, name) for name in ("subject", "recipe", "passed", "text")},
         "seconds": round(seconds, 2),
-        "rows": [
-            {key: value for key, value in vars(row).items() if key != "wrong"}
-            | {"block": None if row.block is None else vars(row.block)}
-            for row in findings.rows
-        ],
+        "rows": [{key: value for key, value in row.items() if key != "wrong"} for row in rows],
     }

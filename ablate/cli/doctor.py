@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, print_json, print_starting
+from ablate.cli.common import DONE, FAILED, console, plain_table, print_json, print_starting
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
@@ -26,6 +26,8 @@ from ablate.reports.plain_text import duration
 if TYPE_CHECKING:
     from ablate.verification.check_result import Row
     from ablate.verification.parity import ParityDocument, ParityRun
+
+    Groups = Callable[[Callable[[str], object] | None], Iterator[tuple[str, list[Row]]]]
 
 _WIDEST = 132
 _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")}
@@ -62,17 +64,29 @@ def doctor(
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
     started = time.monotonic()
-    rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
-    with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
-        for group, group_rows in _groups(fast, status.update if status else None):
-            screen.print(Text(group, "bold"), _table(group_rows, screen.width, header=not rows), "")
-            rows += ((group, row) for row in group_rows)
+    rows = _printed(screen, as_json, partial(_groups, fast))
     seconds = time.monotonic() - started
+    judged = [row for _, row in rows if row.ok is not None]
+    off = sum(not row.ok for row in judged)
     if as_json:
-        print_json(_document(rows, fast, seconds))
-    screen.print(_verdict([row for _, row in rows], fast), Text(f"({duration(seconds)})", "dim"))
-    raise typer.Exit(FAILED if any(row.ok is False for _, row in rows) else DONE)
+        print_json(
+            {
+                "numerics": VERSION,
+                "fast": fast,
+                "seconds": round(seconds, 2),
+                "ok": not off,
+                "rows": [{"group": group, **vars(row)} for group, row in rows],
+            }
+        )
+    more = " `python -m ablate.doctor` runs the other checks." if fast else ""
+    agree = (f"All {len(judged)} checks agree:", "bold green")
+    verdict = Text.assemble(agree, f" this machine follows numerics version {VERSION}.{more}")
+    if off:
+        differ = (f"{off} of {len(judged)} checks are off:", "bold red")
+        verdict = Text.assemble(differ, f" training here does not follow numerics version {VERSION}.")
+    screen.print(verdict, Text(f"({duration(seconds)})", "dim"))
+    raise typer.Exit(FAILED if off else DONE)
 
 
 # --- an engine beside the emulator ----------------------------------------------------------------
@@ -99,14 +113,15 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     machine = this_machine()
     comparison = _comparison(engine, machine, fast)
     screen = Console(quiet=True) if as_json else console()
-    with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
-        for number, (group, group_rows) in enumerate(comparison.groups(status.update if status else None)):
-            screen.print(Text(group, "bold"), _table(group_rows, screen.width, header=not number), "")
+    _printed(screen, as_json, comparison.groups)
     document = comparison.document()
-    written = _written(comparison, document, record)
-    kept = (
-        _kept(document, machine) if not fast or not comparison.agrees else ""
-    )  # a quick comparison never approves an engine, but can reject it
+    written, kept = _written(comparison, document, record), ""
+    # `auto` selects no other engine on a CPU; a quick comparison never approves an engine, but can reject it.
+    if machine.capability is not None and not (fast and comparison.agrees):
+        try:
+            kept = f"; kept for `engine: auto` in {parity_record.keep(document, machine, document['engine'])}"
+        except OSError as error:
+            kept = f"; not kept for `engine: auto`: {error}"
     if as_json:
         print_json(document)
     style = "bold green" if comparison.agrees else "bold red"
@@ -128,16 +143,6 @@ def _comparison(engine: str, machine: Machine, fast: bool) -> "ParityRun":
     if reason := scaled.obstacle(engine):
         raise InputError(f"--engine {engine} cannot be compared here: {reason}")
     return scaled.ScaledRun(machine, scaled.bench_of(engine, machine), fast)
-
-
-def _kept(document: "ParityDocument", machine: Machine) -> str:
-    """Keep the result for `engine: auto`, and return the end of a sentence about that."""
-    if machine.capability is None:
-        return ""  # `auto` selects no other engine on a CPU
-    try:
-        return f"; kept for `engine: auto` in {parity_record.keep(document, machine, document['engine'])}"
-    except OSError as error:
-        return f"; not kept for `engine: auto`: {error}"
 
 
 def _written(comparison: "ParityRun", document: "ParityDocument", record: Path | None) -> list[Path]:
@@ -162,51 +167,23 @@ def _groups(fast: bool, show: Callable[[str], object] | None) -> Iterator[tuple[
     return checks.by_group(fast, show)
 
 
-def _table(rows: list["Row"], width: int, header: bool) -> Table:
-    """Return a table of rows. Column widths are the same in all tables, so that columns align."""
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        width=min(width, _WIDEST),
-        show_header=header,
-        header_style="dim",
-    )
-    for name, ratio in (("", 11), ("measured", 8), ("expected", 8)):
-        table.add_column(name, ratio=ratio, overflow="fold")
-    table.add_column("", width=3)
-    for row in rows:
-        word, style = _STYLES[row.ok]
-        table.add_row(
-            Text(row.what),
-            Text(row.measured, "bold red" if row.ok is False else ""),
-            Text(row.expected, "dim"),
-            Text(word, style),
-        )
-    return table
-
-
-def _verdict(rows: list["Row"], fast: bool) -> Text:
-    judged = [row for row in rows if row.ok is not None]
-    off = [row for row in judged if not row.ok]
-    if off:
-        problem = f" training here does not follow numerics version {VERSION}."
-        return Text.assemble((f"{len(off)} of {len(judged)} checks are off:", "bold red"), problem)
-    more = " `python -m ablate.doctor` runs the other checks." if fast else ""
-    return Text.assemble(
-        (f"All {len(judged)} checks agree:", "bold green"),
-        f" this machine follows numerics version {VERSION}.{more}",
-    )
-
-
-def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict[str, object]:
-    return {
-        "numerics": VERSION,
-        "fast": fast,
-        "seconds": round(seconds, 2),
-        "ok": all(row.ok is not False for _, row in rows),
-        "rows": [{"group": group, **vars(row)} for group, row in rows],
-    }
+def _printed(screen: Console, as_json: bool, groups: "Groups") -> list[tuple[str, "Row"]]:
+    """Print the table of each group once it is checked, and return all rows, each with its group. Column
+    widths are the same in all tables, so that columns align."""
+    rows: list[tuple[str, Row]] = []
+    with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
+        for group, group_rows in groups(status.update if status else None):
+            table = plain_table(style="dim")
+            table.width, table.show_header = min(screen.width, _WIDEST), not rows
+            for name, ratio in (("", 11), ("measured", 8), ("expected", 8)):
+                table.add_column(name, ratio=ratio, overflow="fold")
+            table.add_column("", width=3)
+            for row in group_rows:
+                measured = Text(row.measured, "bold red" if row.ok is False else "")
+                table.add_row(Text(row.what), measured, Text(row.expected, "dim"), Text(*_STYLES[row.ok]))
+            screen.print(Text(group, "bold"), table, "")
+            rows += ((group, row) for row in group_rows)
+    return rows
 
 
 def _end_with_standard_input() -> None:
