@@ -1,6 +1,7 @@
 """`ablate data prepare`: convert text to token shards or, with `--show`, describe a source. Without torch."""
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,7 +9,16 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
-from rich.progress import BarColumn, FileSizeColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    FileSizeColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -83,22 +93,18 @@ def prepare(
         if out or (text, dataset) != (TextOptions(), DatasetOptions()):
             raise InputError("--show: describes data as they are and writes nothing; omit the other options")
         with _input_errors():
-            rows = [row for source in inputs for row in _SOURCES.get(source, _on_disk)(source)]
+            rows = [row for source in inputs for row in _described(source)]
         console().print(_table(rows))
         return
     if out is None:
         raise InputError("--out FOLDER is needed for the shards; --show describes INPUT and writes nothing")
+    screen = console()
     with _input_errors(), _output_folder(out):
         kind(text.tokenizer)
-        job = replace(
-            _job(inputs, text, dataset),
-            tokenizer=text.tokenizer,
-            shard_tokens=text.shard_tokens,
-            tokens=dataset.tokens,
-        )
-        with _progress() as progress:
+        job, tokens = _job(inputs, text, dataset), dataset.tokens
+        job = replace(job, tokenizer=text.tokenizer, shard_tokens=text.shard_tokens, tokens=tokens)
+        with _progress(screen) as progress:
             about = prepared.prepare(out, replace(job, progress=progress))
-    screen = console()
     screen.print(_table(_rows(about)))
     screen.print("\nIn an experiment:", style="dim")
     screen.lines(f"workload: {{gpt: {{data: {{prepared: {out}}}}}}}")
@@ -110,16 +116,9 @@ def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.
         return jobs.of_files(inputs, text.val, text.column, text.val_fraction)
     if len(inputs) > 1 or text.val:
         raise ValueError(f"{inputs[0]}: a dataset must be the only input; give no other INPUT and no --val")
-    return jobs.of_dataset(
-        HubText(
-            dataset=inputs[0].removeprefix(_HUB),
-            config=dataset.config,
-            split=dataset.split,
-            revision=dataset.revision,
-            column=text.column,
-            val_fraction=text.val_fraction,
-        )
-    )
+    values = {name: value for name, value in vars(dataset).items() if name != "tokens"}
+    values |= {"column": text.column, "val_fraction": text.val_fraction}
+    return jobs.of_dataset(HubText(dataset=inputs[0].removeprefix(_HUB), **values))
 
 
 def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
@@ -133,42 +132,29 @@ def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
     yield "fingerprint", about.fingerprint
 
 
-def _on_disk(source: str) -> Iterator[tuple[str, str]]:
+def _described(source: str) -> Iterator[tuple[str, str]]:
+    """Yield names and values of a source that needs no file, a prepared folder, or token shards."""
     folder = Path(source).expanduser()
-    if not folder.is_dir():
-        yield from _shard(source)
-        return
-    about, train, _ = prepared.read(folder)
-    yield from _rows(about)
-    decode = open_tokeniser(str(folder / FILE), lambda: ()).decode
-    yield "begins", decode(train[:_FIRST_TOKENS])
-
-
-def _shard(source: str) -> Iterator[tuple[str, str]]:
-    for path in named([source]):
-        tokens = shards.read(path, "uint16")
-        yield str(path), f"{len(tokens):,} tokens of {tokens.dtype}, the largest id {tokens[:].max()}"
-        yield "begins", " ".join(map(str, tokens[:_FIRST_TOKENS]))
-
-
-def _bytes(source: str) -> Iterator[tuple[str, str]]:
-    corpus = open_corpus("prose" if source == "prose" else "stdlib")
-    yield "train", f"{len(corpus.train):,} tokens"
-    yield "val", f"{len(corpus.val):,} tokens"
-    yield "tokenizer", f"bytes, {corpus.vocab} tokens"
-    yield "fingerprint", corpus.fingerprint
-    yield "begins", corpus.train[:_FIRST_TOKENS].tobytes().decode(errors="replace")
-
-
-_SOURCES = {"stdlib": _bytes, "prose": _bytes}
-"""Descriptions of the sources that need no file."""
+    if source in ("stdlib", "prose"):
+        corpus = open_corpus(source)
+        yield "train", f"{len(corpus.train):,} tokens"
+        yield "val", f"{len(corpus.val):,} tokens"
+        yield "tokenizer", f"bytes, {corpus.vocab} tokens"
+        yield "fingerprint", corpus.fingerprint
+        yield "begins", corpus.train[:_FIRST_TOKENS].tobytes().decode(errors="replace")
+    elif folder.is_dir():
+        about, train, _ = prepared.read(folder)
+        yield from _rows(about)
+        yield "begins", open_tokeniser(str(folder / FILE), lambda: ()).decode(train[:_FIRST_TOKENS])
+    else:
+        for path in named([source]):
+            tokens = shards.read(path, "uint16")
+            yield str(path), f"{len(tokens):,} tokens of {tokens.dtype}, the largest id {tokens[:].max()}"
+            yield "begins", " ".join(map(str, tokens[:_FIRST_TOKENS]))
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
-    table = plain_table()
-    for name, value in rows:
-        table.add_row(Text(name, "bold"), Text(value, overflow="fold"))
-    return table
+    return plain_table(rows=([Text(name, "bold"), Text(value, overflow="fold")] for name, value in rows))
 
 
 @contextmanager
@@ -194,22 +180,14 @@ def _output_folder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int], None]]:
+def _progress(screen: Console) -> Iterator[Callable[[str, int], None]]:
     """Show the number of processed bytes on a terminal; yield a function that adds to it."""
-    screen = console()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        FileSizeColumn(),
-        TimeElapsedColumn(),
-    )
+    activity = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), activity, BarColumn(), FileSizeColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        tasks = {}
+        tasks: dict[str, TaskID] = defaultdict(lambda: bar.add_task("", total=None))
 
         def step(task: str, size: int) -> None:
-            if task not in tasks:
-                tasks[task] = bar.add_task(task, total=None)
-            bar.advance(tasks[task], size)
+            bar.update(tasks[task], description=task, advance=size)
 
         yield step

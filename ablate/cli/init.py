@@ -1,7 +1,6 @@
 """`ablate init`: write an experiment and, on request, a training file to start from. Templates are files."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -54,37 +53,25 @@ def init(
         return
     if why := no_folder_name(name):
         raise InputError(f"{why}; give a name such as rht_sr, and the folder with --folder")
-    chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
-    kinds = {"training": training, "images": images, "rounding": rounding, "forks": forks, "map": by_map}
-    named = [*chosen, *(word for word, on in kinds.items() if on)]
+    kinds = {"torchtitan": torchtitan, "megatron": megatron, "hf": hf, "training": training, "images": images}
+    kinds |= {"rounding": rounding, "forks": forks, "map": by_map}
+    named = [word for word, on in kinds.items() if on]
     if len(named) > 1 and named != ["training", "forks"]:
         raise InputError(f"--{' and --'.join(named)} write different files; give one of them")
     values = {"name": name, "training": training, "rounding": rounding, "forks": forks}
-    files = {f"{name}.yaml": filled("map.yaml" if by_map else "experiment.yaml", **values)}
-    files |= {f"{name}_train.py": filled("training.py", **values)} if training else {}
-    files |= {f"{name}_rounding.py": filled("rounding.py")} if rounding else {}
-    files = _image_files(name) if images else files
-    if chosen:
+    if stack := next(iter(STACKS.keys() & named), None):
         if not name.translate(str.maketrans("-_.", "aaa")).isalnum() or not name.isascii():
             why = "is part of the job's command; use letters, digits, '-', '_' and '.'"
             raise InputError(f"{name!r}: the name {why}")
-        stack, job = chosen[0], STACKS[chosen[0]]
         files = {f"{name}.yaml": filled("job.yaml", name=name, stack=stack)}
-        files[f"{name}{job}"] = filled(f"{stack}{Path(job).suffix}", name=name)
-    _write(folder, files)
-    screen = console()
-    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
-    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
-    if training and forks:
-        start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
-        screen.print(f"Next: python {folder / name}_train.py writes {start}; or save yours there")
-    screen.print(f"Next: ablate {'check' if training or rounding or images else 'plan'} {folder / subject}")
-
-
-def _write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files by name; InputError if one exists already, or cannot be written."""
-    there = [folder / file for file in files if (folder / file).exists()]
-    if there:
+        files[f"{name}{STACKS[stack]}"] = filled(f"{stack}{Path(STACKS[stack]).suffix}", name=name)
+    elif images:
+        files = _image_files(name)
+    else:
+        files = {f"{name}.yaml": filled("map.yaml" if by_map else "experiment.yaml", **values)}
+        files |= {f"{name}_train.py": filled("training.py", **values)} if training else {}
+        files |= {f"{name}_rounding.py": filled("rounding.py")} if rounding else {}
+    if there := [folder / file for file in files if (folder / file).exists()]:
         raise InputError(*[f"{file}: exists already; give another name" for file in there])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,6 +79,13 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             (folder / file).write_text(text)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
+    screen = console()
+    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
+    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
+    if training and forks:
+        start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
+        screen.print(f"Next: python {folder / name}_train.py writes {start}; or save yours there")
+    screen.print(f"Next: ablate {'check' if training or rounding or images else 'plan'} {folder / subject}")
 
 
 def _image_files(name: str) -> dict[str, str]:

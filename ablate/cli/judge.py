@@ -2,7 +2,7 @@
 
 import re
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,6 @@ from ablate.cli.answer_view import MOST_LINES, print_lines
 from ablate.cli.common import DONE, console, print_json, print_starting
 from ablate.cli.options import Flags, JsonOption
 from ablate.cli.report import make
-from ablate.cli.settings import Settings
 from ablate.errors import InputError, brief, one_line
 from ablate.store.checked_ledger import open_ledger
 from ablate.training.log_readers import READERS
@@ -81,20 +80,15 @@ class QuestionFlags:
     without: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None
     at: Annotated[int | None, typer.Option(metavar="STEP")] = None
 
-    @property
-    def question(self) -> "Question":
+    def question(self, floor: str | None = None) -> "Question":
+        """Return the question to runs; `floor`: arm with reruns of one configuration."""
         from ablate.judging.answer import metric_of_text
         from ablate.judging.chosen_runs import Question
 
-        return Question(
-            self.against or "",
-            metric_of_text(self.metric),
-            self.min_effect,
-            None if self.maximize is None else "maximize" if self.maximize else "minimize",
-            tuple(self.ignore or ()),
-            tuple(self.without or ()),
-            at=self.at,
-        )
+        against, metric = self.against or "", metric_of_text(self.metric)
+        direction = None if self.maximize is None else "maximize" if self.maximize else "minimize"
+        ignored, without = self.ignore or (), self.without or ()
+        return Question(against, metric, self.min_effect, direction, ignored, without, floor, self.at)
 
 
 @dataclass(frozen=True)
@@ -114,14 +108,6 @@ class GateFlags:
     floor: str | None = None
     proposals: int | None = None
     token: str = ""
-
-    def refuse_alone(self) -> None:
-        """Raise InputError for an option of a gate without `--gate`, or a gate without a history."""
-        given = [name for name in ("history", "proposals", "token") if getattr(self, name)]
-        if given and not self.gate:
-            raise InputError(f"--{given[0]} belongs to a gate: add --gate")
-        if self.gate and not self.history:
-            raise InputError("--gate needs --history FILE, the file with all proposals of the loop")
 
 
 def judge(
@@ -149,12 +135,17 @@ def judge(
     from ablate.judging.answer import judgement_of
     from ablate.judging.judged_ledger import add_to_sweep, write_ledger
 
-    gated.refuse_alone()
+    given = [option for option in ("history", "proposals", "token") if getattr(gated, option)]
+    if given and not gated.gate:
+        raise InputError(f"--{given[0]} belongs to a gate: add --gate")
+    if gated.gate and not gated.history:
+        raise InputError("--gate needs --history FILE, the file with all proposals of the loop")
     if asked.against is None and into is None:
         raise InputError("--against is needed: the arm that the others are compared with, such as bf16")
     settings = flags.settings()
-    given = into if into is not None else kept
-    title = _title(places[0]) if given is None and not gated.gate else given or ""
+    title = (into if into is not None else kept) or ""
+    if into is None and kept is None and not gated.gate:
+        title = _title(places[0])
     print_starting(f"reading {', '.join(places[:3])}", as_json)
     if gated.gate and asked.without:
         raise InputError("--without: a gate counts every run; run the short one again")
@@ -162,15 +153,22 @@ def judge(
     if gated.gate:
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
     write = write_ledger if into is None else add_to_sweep
-    question = replace(asked.question, floor=gated.floor)
-    said = [*found.said, *write(settings.state, title, found, question)]
+    said = [*found.said, *write(settings.state, title, found, asked.question(gated.floor))]
     if as_json:
         with closing(open_ledger(settings.state, title)) as ledger:
             print_json(judgement_of(ledger, said).document())
         raise typer.Exit(DONE)
-    _print(settings, title, said)
+    from ablate.results.comparisons import Comparisons
+
+    screen = console()
+    screen.lines(*map(one_line, said), style="dim")
+    with closing(open_ledger(settings.state, title)) as ledger:
+        answer = print_lines(Comparisons(ledger), screen, MOST_LINES, settings.state_option)
+    notes = [check.text for check in answer.checks if check.kind == "note"]
+    for note in notes[:_NOTES]:
+        screen.print(f"Note: {one_line(note)}.", style="dim")
     if report:
-        console().lines(f"Report: {make(settings.state, title).index}")
+        screen.lines(f"Report: {make(settings.state, title).index}")
 
 
 def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
@@ -179,7 +177,7 @@ def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str,
 
     assert gated.history
     judged, said = gate_runs(
-        found.runs, asked.question, gated.history, gated.floor, gated.proposals, gated.token, proposal
+        found.runs, asked.question(), gated.history, gated.floor, gated.proposals, gated.token, proposal
     )
     if as_json:
         print_json(judged.document() | {"said": [*found.said, *said]})
@@ -200,18 +198,3 @@ def _title(place: str) -> str:
         if title := re.sub(r"[^\w.-]+", "_", re.sub(r"\{\w+\}", "", part)).strip("_.-"):
             return title
     raise InputError(f"--as NAME is needed: {brief(place)} has no name of its own")
-
-
-def _print(settings: Settings, title: str, said: list[str]) -> None:
-    """Print what was decided while reading, the answer, and its notes."""
-    from ablate.results.comparisons import Comparisons
-    from ablate.results.headline import headline_of
-
-    screen = console()
-    screen.lines(*map(one_line, said), style="dim")
-    with closing(open_ledger(settings.state, title)) as ledger:
-        sweep = Comparisons(ledger)
-        print_lines(sweep, screen, MOST_LINES, settings.state_option)
-        notes = [check.text for check in headline_of(sweep).checks if check.kind == "note"]
-    for note in notes[:_NOTES]:
-        screen.print(f"Note: {one_line(note)}.", style="dim")
