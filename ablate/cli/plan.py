@@ -93,19 +93,19 @@ def show(experiment: Experiment, settings: Settings) -> None:
     """Print the plan: arms, trials, how many are done, and the time for the rest on this class of device."""
     screen = console()
     screen.print(Text(experiment.keys.question, "bold"), "")
-    result = _forecast(experiment, settings)
+    result, time = _forecast(experiment, settings)
     _print_arms(screen, experiment, result)
     screen.lines(*_computation(experiment, settings.device), *predicted_order(experiment))
-    screen.lines(*_work(experiment, settings, result))
+    screen.lines(*_work(experiment, settings, result, time))
 
 
 def _print_arms(screen: Screen, experiment: Experiment, result: Forecast) -> None:
     """Print the table of the arms that the file names, and the ranges of a search."""
-    table = plain_table("arm", "baseline", "trials", "done", "ids")
+    rows = []
     for arm, specs, done in result.rows:
         ids = " ".join(spec.id[:8] for spec in specs[:4]) + (" ..." if len(specs) > 4 else "")
-        table.add_row(one_line(arm.name), one_line(arm.baseline or "-"), str(len(specs)), str(done), ids)
-    screen.print(table)
+        rows.append((one_line(arm.name), one_line(arm.baseline or "-"), str(len(specs)), str(done), ids))
+    screen.print(plain_table("arm", "baseline", "trials", "done", "ids", rows=rows))
     if search := experiment.keys.search:
         proposed = f" ({result.proposed} proposed so far)" if result.proposed else ""
         screen.print(f"\nand {search.trials} arms that {search.sampler} proposes{proposed} within:")
@@ -129,7 +129,14 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
         )
     if stacks := experiment.base.config.stacks:
         yield f"\nRecipes: each arm's is exported to {' and '.join(stacks)}, and read back."
-        yield from _commands(experiment, device)
+        lines, shared = commands(experiment, device)
+        yield "Commands of the first seed, TRIAL the trial's folder:"
+        for name, line in [*lines.items()][:_MOST_COMMANDS]:
+            yield f"  {one_line(name)}: {one_line(line)}"
+        if len(lines) > _MOST_COMMANDS:
+            yield f"  and {len(lines) - _MOST_COMMANDS} more: --json has all"
+        if shared:
+            yield f"  variables of each: {one_line(shared)}"
     elif _computed_elsewhere(experiment):
         if not all(arm.recipe.plain for arm in experiment.arms):
             yield "\nRecipes: the command reads each arm's (ABLATE_RECIPE), and computes it itself."
@@ -161,19 +168,9 @@ def _computed_elsewhere(experiment: Experiment) -> bool:
     return experiment.base.config.own_code and not experiment.base.config.in_process
 
 
-def _commands(experiment: Experiment, device: str) -> Iterator[str]:
-    """Yield the command of each arm's first seed, with the variables that all share once."""
-    lines, shared = commands(experiment, device)
-    yield "Commands of the first seed, TRIAL the trial's folder:"
-    for arm, line in [*lines.items()][:_MOST_COMMANDS]:
-        yield f"  {one_line(arm)}: {one_line(line)}"
-    if len(lines) > _MOST_COMMANDS:
-        yield f"  and {len(lines) - _MOST_COMMANDS} more: --json has all"
-    if shared:
-        yield f"  variables of each: {one_line(shared)}"
-
-
-def _work(experiment: Experiment, settings: Settings, result: Forecast) -> Iterator[str]:
+def _work(
+    experiment: Experiment, settings: Settings, result: Forecast, time: TimeNeeded | None
+) -> Iterator[str]:
     """Yield remarks on the experiment, then lines on the work that is left."""
     for remark in (*filter(None, [settings.device_note]), *remarks(experiment, settings.device)):
         yield f"\nNote: {remark}"
@@ -187,21 +184,19 @@ def _work(experiment: Experiment, settings: Settings, result: Forecast) -> Itera
         yield f"\nTrials with a common prefix compute it once: {saved}."
     bound = "At most " if result.later else ""
     counts = f"{bound}{result.trials + result.later} trials to run, {result.done} done."
-    yield f"\n{counts} {_duration_text(experiment, settings, result)}"
+    yield f"\n{counts} {_duration_text(result, time)}"
     if width := expected_width(experiment, settings.state):
         yield f"Expected half-width of a 95 % interval: {width}."
     if result.grown:
         yield f"At most {result.grown} more trials, on more seeds, if arms stay undecided."
 
 
-def _forecast(experiment: Experiment, settings: Settings) -> Forecast:
-    paces = MachinePaces.of(experiment, settings.device, settings.ray is not None)
-    return forecast(experiment, settings.state, settings.device, paces)
-
-
-def _time_needed(experiment: Experiment, settings: Settings, result: Forecast) -> TimeNeeded | None:
-    resources, cluster, gpus = experiment.keys.resources, bool(settings.ray), visible_gpus()
-    return time_needed(result, settings.device, resources, settings.executor, settings.workers, cluster, gpus)
+def _forecast(experiment: Experiment, settings: Settings) -> tuple[Forecast, TimeNeeded | None]:
+    device, resources = settings.device, experiment.keys.resources
+    paces = MachinePaces.of(experiment, device, settings.ray is not None)
+    result = forecast(experiment, settings.state, device, paces)
+    place = settings.executor, settings.workers, bool(settings.ray), visible_gpus()
+    return result, time_needed(result, device, resources, *place)
 
 
 def _windows(forks: Forks) -> str:
@@ -241,10 +236,10 @@ def _planned(experiment: Experiment, state: Path) -> "Candidate | None":
 
 def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     """Return the plan as JSON data: what `show` prints."""
-    result = _forecast(experiment, settings)
-    time = _time_needed(experiment, settings, result)
+    result, time = _forecast(experiment, settings)
     lines, shared = commands(experiment, settings.device)
     on_gpu = settings.device == "cuda" and makes_operands(experiment.engine)
+    search, width = experiment.keys.search, _planned(experiment, settings.state)
     return {
         "sweep": experiment.name,
         "question": experiment.keys.question,
@@ -267,9 +262,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
             for arm, specs, done in result.rows
         ],
         "variables": shared,
-        "search": {"trials": experiment.keys.search.trials, "proposed": result.proposed}
-        if experiment.keys.search
-        else None,
+        "search": {"trials": search.trials, "proposed": result.proposed} if search else None,
         "blame": blame_facts(experiment) or None,
         "to_run": result.trials,
         "to_run_later_at_most": result.later + result.grown,
@@ -280,9 +273,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "measured_trials": result.measured,
         "recalled_trials": result.recalled,
         "changed_arms": list(result.redefined),
-        "expected_half_width": width.half_width(len(experiment.seeds))
-        if (width := _planned(experiment, settings.state))
-        else None,
+        "expected_half_width": width.half_width(len(experiment.seeds)) if width else None,
         "notes": list(remarks(experiment, settings.device)),
     }
 
@@ -299,21 +290,15 @@ def _range(dimension: Dimension) -> str:
     return f"{values} (if {only})" if only else values
 
 
-def _duration_text(experiment: Experiment, settings: Settings, result: Forecast) -> str:
+def _duration_text(result: Forecast, time: TimeNeeded | None) -> str:
     """Return a sentence with the estimated duration of the run."""
     if not result.trials + result.later:
         return "Nothing to run."
-    time = _time_needed(experiment, settings, result)
     if time is None:
         what = "of this code has run here" if not result.known else "has run on this GPU"
         return f"No estimate of the time: no trial {what} yet."
     at_once = f"{time.at_once} trials at once" if time.at_once > 1 else "one trial at a time"
-    basis = (
-        f"based on {result.measured} trials of this state folder"
-        if result.measured
-        else "not based on measurements yet"
-    )
-    if result.recalled:
-        also = f"{basis} and on " if result.measured else "based on "
-        basis = f"{also}{result.recalled} trials measured on this machine before"
+    counts = {"of this state folder": result.measured, "measured on this machine before": result.recalled}
+    bases = " and on ".join(f"{count} trials {which}" for which, count in counts.items() if count)
+    basis = f"based on {bases}" if bases else "not based on measurements yet"
     return f"Roughly {duration(time.seconds)} with {at_once}; {basis}."

@@ -3,13 +3,13 @@
 import sqlite3
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,7 +17,6 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console, plain_table, print_json
 from ablate.cli.options import Flags, JsonOption, Sweeps
-from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import damage, folders
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
@@ -51,29 +50,27 @@ def status(
     """
     settings, screen = flags.settings(), console()
     if show_settings:
-        screen.print(_table_of(settings))
+        shown, origins = settings.shown(), settings.origins
+        rows = ([key, Text(shown[key], overflow="fold"), Text(origins[key], "dim")] for key in shown)
+        screen.print(plain_table(rows=rows))
         return
-    selected = folders(settings.state, sweeps)
+    state, selected = settings.state, folders(settings.state, sweeps)
     if verified:
-        raise typer.Exit(_verify(selected, settings.state, as_json))
+        raise typer.Exit(_verify(selected, state, as_json))
     if as_json:
-        documents = [
-            asdict(sweep) | {"total": sweep.total, "over": sweep.over}
-            for sweep in _all(selected, settings.state)
-        ]
-        print_json(documents)
+        both = ((sweep, {"total": sweep.total, "over": sweep.over}) for sweep in _all(selected, state))
+        print_json([asdict(sweep) | counts for sweep, counts in both])
     elif watch:
-        _watch(screen, settings.state, sweeps)
+        with (
+            suppress(KeyboardInterrupt),
+            Live(console=screen, auto_refresh=False, vertical_overflow="visible") as live,
+        ):
+            while True:
+                found = _all(folders(state, sweeps), state)
+                live.update(_page(found, bool(sweeps), state), refresh=True)
+                time.sleep(_REFRESH_SECONDS)
     else:
-        screen.print(_page(_all(selected, settings.state), bool(sweeps), settings.state))
-
-
-def _table_of(settings: Settings) -> Table:
-    """Return the settings, each with its origin: a flag, the environment, a profile or the default."""
-    table = plain_table()
-    for key, value in settings.shown().items():
-        table.add_row(key, Text(value, overflow="fold"), Text(settings.origins[key], "dim"))
-    return table
+        screen.print(_page(_all(selected, state), bool(sweeps), state))
 
 
 def _verify(sweeps: Iterable[Path], state: Path, as_json: bool) -> int:
@@ -106,16 +103,6 @@ def _compare(folder: Path, state: Path) -> Verified:
     return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy(path)),))
 
 
-def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:
-    try:
-        with Live(console=screen, auto_refresh=False, vertical_overflow="visible") as live:
-            while True:
-                live.update(_page(_all(folders(state, sweeps), state), bool(sweeps), state), refresh=True)
-                time.sleep(_REFRESH_SECONDS)
-    except KeyboardInterrupt:
-        return
-
-
 def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
     """Return the status of every sweep: running ones first, then by the time of the last change."""
     statuses = [read(folder, Store(state), _about) for folder in sweeps]
@@ -143,17 +130,15 @@ _STATUS_TEXTS = {"pending": "waiting", "oom": "out of memory"}
 def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
     if not sweeps:
         return Group(Text(f"No sweep has been run in {state}."))
-    detailed = [sweep for sweep in sweeps if named or sweep.controller or len(sweeps) == 1]
-    rest = [] if named or len(sweeps) == 1 else sweeps
+    whole = named or len(sweeps) == 1
+    detailed = [sweep for sweep in sweeps if whole or sweep.controller]
     parts: list[RenderableType] = [part for sweep in detailed for part in (*_sweep(sweep), "")]
-    unreadable = [
-        Text.assemble((f"{sweep.name}  ", "bold"), (sweep.trouble, "red"))
-        for sweep in rest
-        if sweep.trouble and sweep not in detailed
-    ]
-    readable = [sweep for sweep in rest if not sweep.trouble]
-    parts += [_table(readable), ""] if readable else []
-    return Group(*([*parts, *unreadable] if unreadable else parts[:-1]))
+    rest = [] if whole else sweeps
+    if readable := [sweep for sweep in rest if not sweep.trouble]:
+        parts += [_table(readable), ""]
+    unreadable = [sweep for sweep in rest if sweep.trouble and sweep not in detailed]
+    lines = [Text.assemble((f"{each.name}  ", "bold"), (each.trouble, "red")) for each in unreadable]
+    return Group(*([*parts, *lines] if lines else parts[:-1]))
 
 
 def _sweep(sweep: Status) -> list[RenderableType]:
@@ -168,9 +153,8 @@ def _sweep(sweep: Status) -> list[RenderableType]:
     )
     parts: list[RenderableType] = [head]
     if sweep.answer:
-        answer = Text(sweep.answer)
-        answer.stylize("bold", 0, len(sweep.lead or ""))
-        parts.append(answer)
+        lead = len(sweep.lead or "")
+        parts.append(Text.assemble((sweep.answer[:lead], "bold"), sweep.answer[lead:]))
     parts += [_state(sweep), bar]
     parts += [Text(sweep.quantisers.capitalize(), "yellow")] if sweep.quantisers else []
     parts += ["", _running_table(sweep.running)] if sweep.running else []
@@ -181,18 +165,16 @@ def _sweep(sweep: Status) -> list[RenderableType]:
 def _state(sweep: Status) -> Text:
     """Return a line with the process that runs the sweep, the time left and that to the next result, and how
     far MLflow is behind."""
+    last = f"last change {duration(sweep.quiet_s or 0.0)} ago"
     if sweep.controller:
         text = Text.assemble(("● ", "green"), f"runs ({sweep.controller})")
         text.append(f", {time_left(sweep.seconds_left)}" if sweep.seconds_left is not None else "")
         ends = [trial.seconds_left for trial in sweep.running if trial.seconds_left is not None]
         text.append(f", next result in about {duration(min(ends))}" if ends else "")
     elif sweep.over < sweep.total:
-        text = Text.assemble(
-            ("○ ", "yellow"),
-            f"not running; last change {duration(sweep.quiet_s or 0.0)} ago; the same command continues it",
-        )
+        text = Text.assemble(("○ ", "yellow"), f"not running; {last}; the same command continues it")
     else:
-        text = Text.assemble(("○ ", "dim"), f"ended; last change {duration(sweep.quiet_s or 0.0)} ago")
+        text = Text.assemble(("○ ", "dim"), f"ended; {last}")
     if sweep.mlflow_behind:
         hint = "" if sweep.controller else f"; `ablate rebuild {sweep.name} --sync` sends them"
         text.append(f"; MLflow {sweep.mlflow_behind:,} records behind{hint}", "yellow")
@@ -203,19 +185,16 @@ def _counts(sweep: Status) -> Text:
     counts = dict(sweep.trials)
     if not sweep.controller:  # trials marked as running by a controller that died will run again
         counts["pending"] = counts.get("pending", 0) + counts.pop("running", 0)
-    ordered = sorted(
-        (name for name, number in counts.items() if number), key=lambda name: (*_COLOURS, name).index(name)
-    )
     return Text(", ").join(
-        Text(f"{counts[name]} {_STATUS_TEXTS.get(name, name)}", _COLOURS.get(name, "")) for name in ordered
+        Text(f"{counts[name]} {_STATUS_TEXTS.get(name, name)}", _COLOURS.get(name, ""))
+        for name in dict.fromkeys((*_COLOURS, *counts))
+        if counts.get(name)
     )
 
 
 def _running_table(trials: list[RunningTrialStatus]) -> Table:
-    head = ("running", "seed", "try", "step", "", "steps/s", "tokens/s", "left", "last record", "where")
-    table = plain_table(
-        *head, right=[name for name in head if name not in ("running", "", "where")], style="dim"
-    )
+    right = ("seed", "try", "step", "steps/s", "tokens/s", "left", "last record")
+    table = plain_table("running", *right[:3], "", *right[3:], "where", right=right, style="dim")
     for trial in trials[:_MOST_RUNNING]:
         table.add_row(
             Text(one_line(trial.arm)),
@@ -237,36 +216,28 @@ def _running_table(trials: list[RunningTrialStatus]) -> Table:
 def _failure_lines(failures: list[Failure]) -> list[Text]:
     lines = []
     for failure in failures[:_MOST_FAILURES]:
-        status_text = _STATUS_TEXTS.get(failure.status, failure.status)
-        reason = failure.reason
-        if not reason.startswith(status_text):
-            reason = f"{status_text}: {reason}"
-        lines.append(
-            Text.assemble(
-                (f"{one_line(failure.arm)} seed={failure.seed}  ", "bold"),
-                (reason, "red"),
-                (f"  {failure.trial}", "dim"),
-            )
-        )
+        status, reason = _STATUS_TEXTS.get(failure.status, failure.status), failure.reason
+        reason = reason if reason.startswith(status) else f"{status}: {reason}"
+        run = (f"{one_line(failure.arm)} seed={failure.seed}  ", "bold")
+        lines.append(Text.assemble(run, (reason, "red"), (f"  {failure.trial}", "dim")))
         lines += [Text(f"    {line}", "dim") for line in failure.log]
-    more = len(failures) - _MOST_FAILURES
-    if more > 0:
+    if (more := len(failures) - _MOST_FAILURES) > 0:
         lines.append(Text(f"and {more} more; `ablate status --json` lists all", "dim"))
     return lines
 
 
 def _table(sweeps: list[Status]) -> Table:
     """Return a table of sweeps with their answers, one line each."""
-    behind = any(sweep.mlflow_behind for sweep in sweeps)
+    behind, rows = any(sweep.mlflow_behind for sweep in sweeps), []
+    for sweep in sweeps:
+        mlflow = [f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "-"] * behind
+        age = f"{duration(sweep.quiet_s or 0.0)} ago"
+        rows.append((Text(sweep.name), _standing(sweep), _counts(sweep), *mlflow, age))
     table = plain_table(
-        "sweep", "answer", "runs", *(["MLflow"] if behind else []), "last change", style="dim"
+        "sweep", "answer", "runs", *["MLflow"] * behind, "last change", rows=rows, style="dim"
     )
     for column in table.columns:
         column.no_wrap = column.header != "answer"
-    for sweep in sweeps:
-        mlflow = [f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "-"] if behind else []
-        age = f"{duration(sweep.quiet_s or 0.0)} ago"
-        table.add_row(Text(sweep.name), _standing(sweep), _counts(sweep), *mlflow, age)
     return table
 
 
