@@ -12,7 +12,7 @@ from rich.status import Status
 from rich.text import Text
 
 from ablate import own_source
-from ablate.cli.common import BAD_INPUT, DONE, FAILED, console
+from ablate.cli.common import BAD_INPUT, DONE, FAILED, Due, console
 from ablate.errors import InputError
 from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.load import load
@@ -91,13 +91,11 @@ class ProgressLine:
     """Progress of the runs: beside a spinner in a terminal, else a line if none came for a while."""
 
     def __init__(self, screen: Console, status: Status, clock: Callable[[], float] = time.monotonic) -> None:
-        self.screen, self.status, self.clock = screen, status, clock
-        self.shown = clock()
+        self.screen, self.status, self.due = screen, status, Due(_SILENT_SECONDS, clock)
 
     def __call__(self, text: str) -> None:
         self.status.update(text)
-        if not self.screen.is_terminal and self.clock() - self.shown > _SILENT_SECONDS:
-            self.shown = self.clock()
+        if not self.screen.is_terminal and self.due():
             self.screen.print(f"      ... {text}")
 
 

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,18 @@ def print_starting(task: str, quiet: bool = False) -> None:
     nothing if `quiet`, for output that a program reads."""
     if not quiet:
         print(f"Starting: {task} ...", file=sys.stderr, flush=True)
+
+
+class Due:
+    """Clock of lines on progress: a call returns True, and begins anew, if that many seconds have passed."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.clock, self.last = seconds, clock, clock()
+
+    def __call__(self) -> bool:
+        due = self.clock() - self.last >= self.seconds
+        self.last = self.clock() if due else self.last
+        return due
 
 
 class Screen(Console):

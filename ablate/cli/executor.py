@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ablate.cli.common import console
+from ablate.cli.common import Due, console
 from ablate.cli.settings import Settings
 from ablate.errors import one_line
 from ablate.execution.progress import Executor, Progress, Routine
@@ -42,8 +42,13 @@ class StartingExecutor:
             return
         self._begun = True
         self._checkup.start()
-        if self._settings.executor != "inline":
-            self._pool = self._thread.submit(self._start_pool)
+        if (settings := self._settings).executor != "inline":
+            gpus, ranks = (
+                self._resources.gpus_of(settings.device),
+                self._resources.layout(settings.device).ranks,
+            )
+            place = settings.ray, settings.workers, gpus, ranks
+            self._pool = self._thread.submit(lambda: Pool(*place, console().print))
 
     def __call__(self) -> Executor:
         """Return the executor once the check has passed. Unfit if it has not: the executor is closed;
@@ -67,17 +72,11 @@ class StartingExecutor:
             self._pool = None
         self._thread.shutdown()
 
-    def _start_pool(self) -> Pool:
-        settings, resources = self._settings, self._resources
-        gpus, ranks = resources.gpus_of(settings.device), resources.layout(settings.device).ranks
-        return Pool(settings.ray, settings.workers, gpus, ranks, console().print)
-
     def _inline(self) -> Inline:
-        if self._resources.layout(self._settings.device).ranks > 1:
+        if (ranks := self._resources.layout(self._settings.device).ranks) > 1:
             console().print(
-                "Executor inline computes each trial on one rank instead of"
-                f" {self._resources.layout(self._settings.device).ranks}: results differ only by the order of"
-                " additions."
+                f"Executor inline computes each trial on one rank instead of {ranks}: results differ only by"
+                " the order of additions."
             )
         return Inline(self._settings.device)
 
@@ -98,7 +97,7 @@ class View:
         self._live: Live | None = None
         self._shown: tuple[Progress, float] | None = None
         """Live line and the time of its last event: until the next one, its time counts down."""
-        self._due = clock() + _EVERY_SECONDS
+        self._due = Due(_EVERY_SECONDS, clock)
 
     @contextmanager
     def open(self) -> Iterator[Self]:
@@ -106,10 +105,8 @@ class View:
         if self.quiet or not self.console.is_terminal or self.console.is_dumb_terminal:
             yield self
             return
-        live = Live(
-            console=self.console, refresh_per_second=4, transient=True, get_renderable=self._renderable
-        )
-        with live as self._live:
+        options = {"refresh_per_second": 4, "transient": True, "get_renderable": self._renderable}
+        with Live(console=self.console, **options) as self._live:
             yield self
         self._live = None
 
@@ -122,8 +119,7 @@ class View:
                 text = Text(f"[{progress.done}/{progress.total}] {line}")
                 self.console.print(text, soft_wrap=self._live is None)  # a log has an event in one line
         self._shown = progress, self.clock()
-        if self._live is None and self.clock() >= self._due:
-            self._due = self.clock() + _EVERY_SECONDS
+        if self._live is None and self._due():
             self.console.print(self._renderable())
 
     def _renderable(self) -> Text:

@@ -13,10 +13,14 @@ LOCATIONS = "Locations"
 """Panel of the help page for options that say where data, servers and devices are."""
 
 
+def sweep_names(state: Path) -> list[str]:
+    """Return the names of the sweeps in a state folder that have a ledger."""
+    return sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
+
+
 def complete_sweeps(incomplete: str) -> list[str]:
     """Return the sweeps of the state folder whose names begin so, for the shell's completion."""
-    folder = Path(os.environ.get("ABLATE_STATE") or "runs") / "sweeps"
-    names = sorted(path.parent.name for path in folder.glob("*/ledger.db"))
+    names = sweep_names(Path(os.environ.get("ABLATE_STATE") or "runs"))
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ablate.cli.common import Screen, plain_table, print_json, print_starting
+from ablate.cli.common import Due, Screen, plain_table, print_json, print_starting
 from ablate.errors import InputError
 from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
@@ -77,15 +77,28 @@ def rank(
         raise InputError(str(error)) from None
     print_starting("importing torch", quiet=as_json)
     from ablate.engines.blocks import passed_over
+    from ablate.training import operand_capture
     from ablate.training.operand_errors import measure
     from ablate.verification.operand_order import Ranking
 
     note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
     workload = None if python is None else _workload(python)
     with passed_over(set()) as others:
-        found = _capture(model, workload, f"--python {python}", dumps, batches, note)
+        if dumps is not None:
+            found = _dumped(dumps)
+        elif workload is not None:
+            found = operand_capture.of_workload(workload, f"--python {python}", batches)
+        elif model is not None:
+            found = operand_capture.of_model(model, batches)
+        else:
+            found = operand_capture.built_in(batches, note)
     started = time.monotonic()
-    show = _progress(note, found.total)
+    due = Due(_SILENT_SECONDS)
+
+    def show(count: int) -> None:
+        if due():
+            note(f"{count / found.total:.0%} of the operands cast")
+
     measured = measure(made, found.batches, found.layers, found.fixed, progress=show, titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     if model is None and dumps is None:
@@ -99,13 +112,7 @@ def rank(
 
 
 def _described(found: "Capture", measured: "Sequence[RecipeErrors]", others: Collection[str]) -> str:
-    """Return what was captured, and what was not.
-
-    Args:
-        found: the operands.
-        measured: the errors of each recipe.
-        others: classes of layers that were not converted.
-    """
+    """Return what was captured, and what was not. `others`: classes of layers that were not converted."""
     layers, batches, _ = measured[0].error.shape
     about = f"{layers} converted layers, batches: {batches}"
     if found.text:
@@ -117,39 +124,6 @@ def _described(found: "Capture", measured: "Sequence[RecipeErrors]", others: Col
     if others:
         about += f", not converted: {', '.join(sorted(others))}, subclasses of nn.Linear"
     return about
-
-
-def _progress(note: Callable[[str], None], total: int) -> Callable[[int], None]:
-    """Return a function that notes the share of `total` that is finished, if the last line is old."""
-    last = time.monotonic()
-
-    def show(count: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > _SILENT_SECONDS:
-            last = time.monotonic()
-            note(f"{count / total:.0%} of the operands cast")
-
-    return show
-
-
-def _capture(
-    model: str | None,
-    workload: "Workload | None",
-    where: str,
-    dumps: Path | None,
-    count: int,
-    note: Callable[[str], None],
-) -> "Capture":
-    """Return the operands of the model that the options name."""
-    from ablate.training import operand_capture
-
-    if dumps is not None:
-        return _dumped(dumps)
-    if workload is not None:
-        return operand_capture.of_workload(workload, where, count)
-    if model is not None:
-        return operand_capture.of_model(model, count)
-    return operand_capture.built_in(count, note)
 
 
 def _workload(source: str) -> "Workload":
@@ -214,28 +188,18 @@ def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> No
     """Print the table of a group, and below it the pairs that are not ordered, by reason."""
     from ablate.verification.operand_order import Order
 
-    table = plain_table(*_HEADS, right=[head for head in _HEADS if head not in ("recipe", "before")])
+    rows = []
     orders = {} if ranking.measured[names[0]].passes == (False, False) else ranking.pairs(names)
     for number, name in enumerate(names, 1):
         errors = ranking.measured[name]
-        before = [
-            str(names.index(second) + 1)
-            for (first, second), order in orders.items()
-            if first == name and order.decided
-        ]
-        bias = errors.by_layer(bias=True).mean()
-        shown = f"{bias:.4f}" if (errors.bias != errors.error).any() else "= error"
-        products = (f"{value:.4f}" for value in errors.by_product().values())
-        table.add_row(
-            str(number),
-            name,
-            f"{errors.by_layer().mean():.4f}",
-            *products,
-            shown,
-            f"{errors.four_bits:.0%}",
-            ", ".join(before),
-        )
-    screen.print(table)
+        decided = (second for (first, second), order in orders.items() if first == name and order.decided)
+        before = ", ".join(str(names.index(second) + 1) for second in decided)
+        bias = f"{errors.by_layer(bias=True).mean():.4f}"
+        bias = bias if (errors.bias != errors.error).any() else "= error"
+        shown = [f"{value:.4f}" for value in (errors.by_layer().mean(), *errors.by_product().values())]
+        rows.append((str(number), name, *shown, bias, f"{errors.four_bits:.0%}", before))
+    right = [head for head in _HEADS if head not in ("recipe", "before")]
+    screen.print(plain_table(*_HEADS, rows=rows, right=right))
     kept = {name: int((ranking.measured[name].by_layer() == 0).sum()) for name in names}
     if orders and len(set(kept.values())) > 1:
         layers = len(ranking.measured[names[0]].by_layer())

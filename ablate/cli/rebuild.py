@@ -82,26 +82,31 @@ def rebuild(
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
     why = damage(path) or ("it is empty" if path.exists() and absent(path) else None)
-    foreign = why is not None and _belongs_elsewhere(path)
-    retired: list[str] = []
-    if path.exists() and not why:
+    foreign, identity = False, None
+    if why:  # the identity of another sweep would name that sweep's runs in MLflow
+        with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+            foreign = ledger.foreign is not None
+    elif path.exists():
         why, retired = _compare(path, state)
-    screen.lines(*retired)
-    why = why or ("--force was given" if force and path.exists() else None)
-    if retired and not why:
-        screen.lines(f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.")
-        return
-    if path.exists() and not why:
-        raise InputError(
-            f"{path}: not damaged, and equal to the records of its trials; --force rebuilds it all the same"
-        )
+        screen.lines(*retired)
+        why = why or ("--force was given" if force else None)
+        if retired and not why:
+            screen.lines(f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.")
+            return
+        if not why:
+            sound = "not damaged, and equal to the records of its trials"
+            raise InputError(f"{path}: {sound}; --force rebuilds it all the same")
     if why:
         kept = put_aside(path)
         identity = None if foreign else _identity(kept)
         screen.lines(f"The old ledger ({why}) is kept as {kept}.")
-    else:
-        identity = None
-    points, given_up = _points(experiment, folder / "optuna.log")
+    points: Points = []
+    given_up: dict[int, int] = {}
+    if experiment.keys.search:
+        from ablate.execution.search import journal
+
+        log, name = folder / "optuna.log", experiment.name
+        points, given_up = journal.points(log, name), journal.given_up(log, name) if experiment.prunes else {}
     news = Controller(experiment, state, device, nothing_runs, None).adopt(points, given_up)
     ledger = Ledger(path)
     if identity:
@@ -134,50 +139,22 @@ def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
     return difference, retired
 
 
-def _points(experiment: Experiment, journal: Path) -> tuple[Points, dict[int, int]]:
-    """Return the points that a search proposed, and the steps at which points were pruned, from its study."""
-    if not experiment.keys.search:
-        return [], {}
-    from ablate.execution.search.journal import given_up, points
-
-    return points(journal, experiment.name), given_up(journal, experiment.name) if experiment.prunes else {}
-
-
-def _belongs_elsewhere(path: Path) -> bool:
-    """Return True for the ledger of another sweep, whose identity would name that sweep's runs in MLflow."""
-    with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
-        return ledger.foreign is not None
-    return False
-
-
 def _identity(kept: Path) -> str | None:
     """Return the identity of the sweep, if the bytes of the damaged file or of its log still contain it."""
-    content = b"".join(
-        path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.is_file()
-    )
-    match = _IDENTITY.search(content)
+    files = (path for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.is_file())
+    match = _IDENTITY.search(b"".join(path.read_bytes() for path in files))
     return match[1].decode() if match else None
 
 
 def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[str]:
-    trials = {member.trial: member.status for member in ledger.members()}
-    counts = Counter(trials.values())
-    records = ledger.record_count()
-    finished = (
-        ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending")
-        or "none finished"
-    )
+    counts = Counter({member.trial: member.status for member in ledger.members()}.values())
+    total, waiting = counts.total(), counts.pop("pending", 0)
+    finished = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none finished"
     proposed = f", {len(points)} points of the search" if experiment.keys.search else ""
-    waiting = counts["pending"]
-    return [
-        f"Recovered: {len(ledger.arms())} arms{proposed}, "
-        f"{len(trials)} trials ({finished}) with {records:,} records.",
-        *(
-            [f"{waiting} trials are not finished; each continues from its last checkpoint."]
-            if waiting
-            else []
-        ),
-    ]
+    records = f"{ledger.record_count():,} records"
+    rest = f"{waiting} trials are not finished; each continues from its last checkpoint."
+    recovered = f"{len(ledger.arms())} arms{proposed}, {total} trials ({finished}) with {records}."
+    return [f"Recovered: {recovered}", *[rest] * bool(waiting)]
 
 
 def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, points: Points) -> list[str]:

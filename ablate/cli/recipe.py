@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -93,18 +94,13 @@ def show(
     explained = inspect.getdoc(PRESETS[source]) if source in PRESETS else "A recipe file."
     screen.print(Text(source, style="bold"), Text(explained or ""), "", sep="\n")
     rows = {slot: (slot, *_cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
-    widths = [
-        max(len(cells[column]) for cells in (HEADER, *rows.values()) if column < len(cells))
-        for column in range(len(HEADER))
-    ]
+    widths = [max(map(len, cells)) for cells in zip_longest(HEADER, *rows.values(), fillvalue="")]
     for product, equation in EQUATIONS.items():
         screen.print(Text(f"{equation}   {outline(getattr(recipe, product))}", style="cyan"))
-        table = plain_table(style="")
-        table.show_header = True
-        for name, width in zip(HEADER, widths, strict=True):
-            table.add_column(Text(name, style="dim"), min_width=width)
-        for operand in getattr(recipe, product).operands:
-            table.add_row(*rows[f"{product}.{operand}"])
+        cells = (rows[f"{product}.{operand}"] for operand in getattr(recipe, product).operands)
+        table = plain_table(*HEADER, rows=cells, style="dim")
+        for column, width in zip(table.columns, widths, strict=True):
+            column.min_width = width
         screen.print(table, "")
     for line in rest(recipe):
         screen.print(Text(line))
@@ -144,10 +140,8 @@ def print_differences(
     screen: Console, changes: Sequence[tuple[str, str, str]], first: str, second: str
 ) -> None:
     """Print what `differences` found, under the names of the two recipes."""
-    table = plain_table("field", first, second)
-    for path, *values in changes:
-        table.add_row(path, *map(Text, values))
-    screen.print(table)
+    rows = ((path, *map(Text, values)) for path, *values in changes)
+    screen.print(plain_table("field", first, second, rows=rows))
 
 
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:
@@ -163,20 +157,14 @@ def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recip
         raise InputError(str(error)) from None
     pairs = [text.partition("=") for text in turned]
     hint = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
-    unfinished = [f"--set {knob}: write knob=value; {hint}" for knob, equals, _ in pairs if not equals]
-    if unfinished:
-        raise InputError(*unfinished)
-    outside = [
-        f"--set {knob}: a recipe has no workload and is one preset; {hint}"
-        for knob, *_ in pairs
-        if knob == "recipe" or knob in WORKLOAD_KNOBS or knob.startswith("workload.")
-    ]
-    if outside:
-        raise InputError(*outside)
+    if unfinished := [knob for knob, equals, _ in pairs if not equals]:
+        raise InputError(*[f"--set {knob}: write knob=value; {hint}" for knob in unfinished])
+    why, others = f"a recipe has no workload and is one preset; {hint}", ("recipe", *WORKLOAD_KNOBS)
+    if outside := [knob for knob, *_ in pairs if knob in others or knob.startswith("workload.")]:
+        raise InputError(*[f"--set {knob}: {why}" for knob in outside])
     try:
-        return StartingPoint("gpt", {}, source, own=recipe).recipe(
-            {knob: scalar(value) for knob, _, value in pairs}
-        )
+        values = {knob: scalar(value) for knob, _, value in pairs}
+        return StartingPoint("gpt", {}, source, own=recipe).recipe(values)
     except KnobError as error:
         raise InputError(*[f"--set {knob}: {why}" for knob, why in error.reasons]) from None
 
@@ -198,11 +186,5 @@ def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
 def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
     if quant is None:
         return (dtype,)
-    return (
-        shown(quant.element),
-        quant.block or "-",
-        block_scale(quant),
-        outer_scale(quant),
-        rounding(quant),
-        ", ".join(extras(quant)),
-    )
+    scales = block_scale(quant), outer_scale(quant)
+    return (shown(quant.element), quant.block or "-", *scales, rounding(quant), ", ".join(extras(quant)))

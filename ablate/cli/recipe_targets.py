@@ -1,5 +1,7 @@
 """`ablate recipe export`, `import` and `audit`: recipes for training stacks, and of them."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,15 +18,13 @@ from ablate.experiment.yaml_document import as_text
 from ablate.files import Json
 from ablate.recipes import Recipe
 from ablate.recipes.layers import Layer
-from ablate.recipes.recipe import Layers, Products
+from ablate.recipes.recipe import Layers
 from ablate.recipes.recipe_text import differences
 from ablate.recipes.targets import TARGETS, Lost, Model
 from ablate.recipes.targets.experts import grouped_switches
 from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES
 from ablate.recipes.targets.model import skipped
-
-_PLAIN = ("json", "yaml")
 
 ModelName = Annotated[
     str | None,
@@ -94,22 +94,14 @@ def export(
         out: File to write; default: print.
     """
     recipe = resolve(source, turn or [], flags)
-    if target in _PLAIN:
-        text = recipe_file(recipe, out.parent if out else Path.cwd(), target == "json")
-    else:
-        layers = () if model is None else layers_of(model, recipe)
-        facts = Model(_title(source, turn or []), blocks, layers)
-        try:
-            text = TARGETS[target].write(recipe, facts)
-        except Lost as lost:
-            raise InputError(*[f"{source} --to {target}: {reason}" for reason in lost.reasons]) from None
-    _put(text, out, TARGETS[target].what if target in TARGETS else target)
-
-
-def _title(source: str, turned: list[str]) -> str:
-    """Return what is exported, settings included, as one line that a comment or a docstring can hold."""
-    whole = f"{source} with {', '.join(turned)}" if turned else source
-    return " ".join(whole.split()).replace("\\", "/").replace('"', "'")
+    if target in ("json", "yaml"):
+        _put(recipe_file(recipe, out.parent if out else Path.cwd(), target == "json"), out, target)
+        return
+    title = f"{source} with {', '.join(turn)}" if turn else source
+    title = " ".join(title.split()).replace("\\", "/").replace('"', "'")  # in a comment or a docstring
+    facts = Model(title, blocks, () if model is None else layers_of(model, recipe))
+    with _input_errors(f"{source} --to {target}"):
+        _put(TARGETS[target].write(recipe, facts), out, TARGETS[target].what)
 
 
 @app.command("import")
@@ -147,20 +139,25 @@ def audit(source: Source, flags: Flags, turn: Set = None, *, options: JobOptions
             screen.lines(f"{name}={variables[name]} sets {option}")
     switches = grouped_switches(variables, found) if megatron else ()
     screen.lines(*switches, *job.ignored())
-    stray = stray_switch(variables)
-    if stray:
-        screen.print(f"{stray} is set and changes numbers whatever the recipe is", markup=False)
-    try:
-        one, other = _comparable(intended, found, facts)
-    except Lost as lost:
-        raise InputError(*[f"audit {source}: {reason}" for reason in lost.reasons]) from None
-    changes = list(differences(one, other))
+    if stray := stray_switch(variables):
+        screen.print(f"{stray} is set and changes numbers whatever the recipe is")
+    with _input_errors(f"audit {source}"):
+        changes = list(differences(*_comparable(intended, found, facts)))
     if not changes and not stray:
         screen.print(Text(f"The job trains by {source}.", "green"))
         raise typer.Exit(DONE)
     if changes:
         print_differences(screen, changes, source, "in force")
     raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _input_errors(what: str) -> Iterator[None]:
+    """Turn what a stack cannot express into an InputError with all reasons."""
+    try:
+        yield
+    except Lost as lost:
+        raise InputError(*[f"{what}: {reason}" for reason in lost.reasons]) from None
 
 
 def _put(text: str, out: Path | None, what: str) -> None:
@@ -177,48 +174,39 @@ def _put(text: str, out: Path | None, what: str) -> None:
 def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
     """Return both recipes as data in which equal placements of layers are equal. Layers are compared one by
     one if they are known, by block if all rules name blocks, else as they are written."""
-    layers, depth = model.layers, model.depth
-    rules = (*one.layers.rules, *other.layers.rules)
-    if (
-        not layers
-        and rules
-        and depth is not None
-        and all({*rule.match.fields} == {"blocks"} for rule in rules)
-    ):
-        layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(depth))
+    layers, rules = model.layers, (*one.layers.rules, *other.layers.rules)
+    by_block = bool(rules) and all({*rule.match.fields} == {"blocks"} for rule in rules)
+    if not layers and by_block and model.depth is not None:
+        layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(model.depth))
     if not layers:
-        sides = ((one, "the intended recipe"), (other, "the job"))
-        first, second = (_counted(recipe, side, model).model_dump(mode="json") for recipe, side in sides)
-        return first, second
-    data = []
-    for recipe in (one, other):
-        placed = {name: recipe.decided(decider) for name, decider in recipe.layers.deciders(layers).items()}
-        data.append(
-            recipe.model_dump(mode="json", exclude={"layers"})
-            | {"layers": {name: _assigned(products, recipe) for name, products in placed.items()}}
-        )
-    return data[0], data[1]
+        return _counted(one, "the intended recipe", model), _counted(other, "the job", model)
+    return _placed(one, layers), _placed(other, layers)
 
 
-def _assigned(products: Products | None, recipe: Recipe) -> Json:
-    """Return what a layer's products are: a word, or all their fields."""
-    if products is None or products.plain:
-        return "high precision"
-    return "the recipe's products" if products == recipe.products else products.model_dump(mode="json")
+def _placed(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Json]:
+    """Return a recipe with the products of each layer: a word, or all their fields."""
+    placed: dict[str, Json] = {}
+    for name, decider in recipe.layers.deciders(layers).items():
+        products = recipe.decided(decider)
+        if products is None or products.plain:
+            placed[name] = "high precision"
+        elif products == recipe.products:
+            placed[name] = "the recipe's products"
+        else:
+            placed[name] = products.model_dump(mode="json")
+    return recipe.model_dump(mode="json", exclude={"layers"}) | {"layers": placed}
 
 
-def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:
-    """Return a recipe whose layer counts are numbers of blocks at both ends; Lost, which names the side, if
+def _counted(recipe: Recipe, side: str, model: Model) -> dict[str, Json]:
+    """Return a recipe with the numbers of high-precision blocks at both ends; Lost, which names the side, if
     it counts a share of an unknown number."""
-    share = recipe.layers.last_fraction
-    if not share:
-        return recipe
-    if model.depth is None:
-        raise Lost(
-            f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
-            " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
-        )
-    first, last = skipped(recipe, model.depth)
-    return recipe.model_copy(
-        update={"layers": Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)}
-    )
+    if share := recipe.layers.last_fraction:
+        if model.depth is None:
+            raise Lost(
+                f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
+                " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
+            )
+        first, last = skipped(recipe, model.depth)
+        counted = Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)
+        recipe = recipe.model_copy(update={"layers": counted})
+    return recipe.model_dump(mode="json")

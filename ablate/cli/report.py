@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ablate.cli.common import DONE, FAILED, console, print_starting
-from ablate.cli.options import MlflowFlags, complete_sweeps
+from ablate.cli.options import MlflowFlags, complete_sweeps, sweep_names
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
 from ablate.files import no_folder_name
@@ -58,13 +58,11 @@ def report(
     """
     settings = flags.settings()
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in experiments or ()]
-    if notebook == [WALKTHROUGH] and not names:
-        names = [WALKTHROUGH]
-    elif not names:
-        choices = ", ".join(_sweep_names(settings.state)) or "none, since no sweep has been run here"
+    names = names or ([WALKTHROUGH] if notebook == [WALKTHROUGH] else [])
+    if not names:
+        choices = ", ".join(sweep_names(settings.state)) or "none, since no sweep has been run here"
         raise InputError(f"no experiment given; name a YAML file or one of: {choices}")
-    wrong = [word for word in notebook or () if word not in NOTEBOOKS]
-    if wrong:
+    if wrong := [word for word in notebook or () if word not in NOTEBOOKS]:
         raise InputError(f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}")
     for name in names:
         _refuse_unknown(settings.state, name)
@@ -81,10 +79,6 @@ def report(
     raise typer.Exit(status)
 
 
-def _sweep_names(state: Path) -> list[str]:
-    return sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
-
-
 def _refuse_unknown(state: Path, name: str) -> None:
     """Raise InputError if the experiment was never run, unless the name is that of the notebook without
     experiment."""
@@ -92,12 +86,10 @@ def _refuse_unknown(state: Path, name: str) -> None:
     if folder.is_dir():
         if why := absent(folder / "ledger.db"):
             raise InputError(why)
-        return
-    if name == WALKTHROUGH:
-        return
-    sweeps = _sweep_names(state)
-    hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
-    raise InputError(f"{name}: no such experiment has been run; {hint}")
+    elif name != WALKTHROUGH:
+        sweeps = sweep_names(state)
+        hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
+        raise InputError(f"{name}: no such experiment has been run; {hint}")
 
 
 def make(
@@ -137,9 +129,15 @@ def make(
             )
         if note:
             note.result()
-        if not writable and path_of(mlflow):  # the database is usually in the same read-only folder
-            return made
-        return replace(made, trouble=_attach(mlflow, ledger, made)) if mlflow else made
+        # A database is usually in the same read-only folder.
+        if mlflow and (writable or not path_of(mlflow)):
+            from ablate.execution.tracking.access import log_report
+
+            try:
+                log_report(mlflow, ledger, made.folder)
+            except InputError as error:  # the report itself is complete
+                return replace(made, trouble=f"The report is not in MLflow: {error}")
+        return made
 
 
 def _verified(ledger: Ledger, state: Path, name: str) -> str:
@@ -165,15 +163,3 @@ def _annotate_study(state: Path, name: str, folder: Path) -> None:
     note = f"{study_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"
     decorate(ledger.path.parent / "optuna.log", name, note, summaries(ledger), ledger.facts.metric)
     ledger.close()
-
-
-def _attach(mlflow: str, ledger: Ledger, made: Report) -> str | None:
-    """Attach the report to the sweep's run in MLflow. Return a sentence if that fails, since the report
-    itself is complete."""
-    from ablate.execution.tracking.access import log_report
-
-    try:
-        log_report(mlflow, ledger, made.folder)
-    except InputError as error:
-        return f"The report is not in MLflow: {error}"
-    return None

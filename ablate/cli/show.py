@@ -26,7 +26,6 @@ from ablate.store.checked_ledger import open_checked, open_ledger, unverified
 from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
-    from ablate.reports.leaderboard import Entry
     from ablate.results.paired_stats import Difference
 
 _Form = Literal["md", "html", "csv", "parquet"]
@@ -66,8 +65,16 @@ def show(
         _compare(words[0], words[1], folder, as_json)
     elif form == "csv" or form == "parquet":
         _write_tables(words[0], folder, form, out, records)
-    else:
-        _evidence(words[0], folder, form == "html")
+    else:  # claim, design, interval, checks, command and commit
+        from ablate.reports.evidence import markdown, page
+        from ablate.results.comparisons import Comparisons
+
+        try:
+            ledger = open_ledger(folder, Path(words[0]).stem)
+        except FileNotFoundError as error:
+            raise InputError(str(error)) from None
+        with closing(ledger):
+            print((page if form == "html" else markdown)(Comparisons(ledger)), end="")
 
 
 def _refuse_misfits(
@@ -95,7 +102,7 @@ def _leaderboard(
     state: Path, workload: str | None, metric: str | None, as_json: bool, as_markdown: bool
 ) -> None:
     """Print all arms of all sweeps with the gap to their baselines, which are not listed themselves."""
-    from ablate.reports.leaderboard import collect, document, markdown, nothing
+    from ablate.reports.leaderboard import collect, document, markdown, nothing, tables, unsealed
 
     sweeps = folders(state, None)
     if not sweeps:
@@ -113,33 +120,11 @@ def _leaderboard(
     elif as_markdown:
         print("\n".join(markdown(chosen)))
     else:
-        _print(chosen)
-
-
-def _print(entries: "list[Entry]") -> None:
-    from ablate.reports.leaderboard import tables, unsealed
-
-    screen = console()
-    for title, table in tables(entries).items():
-        screen.print(Text(title, "bold"), table.terminal(screen.width), "", sep="\n")
-    screen.print(
-        Text("Each gap is to the baseline of its own sweep; sweeps are not compared directly.", "dim")
-    )
-    for line in unsealed(entries):
-        screen.print(Text(line))
-
-
-def _evidence(sweep: str, state: Path, as_page: bool) -> None:
-    """Print one block with claim, design, interval, checks, command and commit."""
-    from ablate.reports.evidence import markdown, page
-    from ablate.results.comparisons import Comparisons
-
-    try:
-        ledger = open_ledger(state, Path(sweep).stem)
-    except FileNotFoundError as error:
-        raise InputError(str(error)) from None
-    with closing(ledger):
-        print((page if as_page else markdown)(Comparisons(ledger)), end="")
+        screen = console()
+        for title, table in tables(chosen).items():
+            screen.print(Text(title, "bold"), table.terminal(screen.width), "", sep="\n")
+        direct = "Each gap is to the baseline of its own sweep; sweeps are not compared directly."
+        screen.print(Text(direct, "dim"), *unsealed(chosen), sep="\n")
 
 
 def _write_tables(
@@ -178,23 +163,20 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
     """Print what differs in two arms, or in all arms that two sweeps have by the same name: recipe, workload,
     data and versions; and the second minus the first, paired by seed."""
     from ablate.reports.table import Column, Table
-    from ablate.results.compare_runs import Side, arms_of, side
+    from ablate.results.compare_runs import arms_of, side
     from ablate.results.compare_runs import compare as compared
 
     with ExitStack() as stack:
         (one, arm), (other, other_arm) = (_opened(word, state, stack) for word in (first, second))
-        pairs: list[tuple[Side, Side]]
-        if arm is None and other_arm is None:
-            common = [name for name in arms_of(one) if name in arms_of(other)]
-            if not common:
-                raise InputError(
-                    f"{one.name} and {other.name} have no arm of the same name; name two as SWEEP:ARM"
-                )
-            pairs = [(side(one, name), side(other, name)) for name in common]
-        elif arm is None or other_arm is None:
+        if (arm is None) != (other_arm is None):
             raise InputError("name two sweeps, or two arms as SWEEP:ARM")
-        else:
-            pairs = [(side(one, arm), side(other, other_arm))]
+        common = [name for name in arms_of(one) if name in arms_of(other)] if arm is None else []
+        if arm is None and not common:
+            raise InputError(
+                f"{one.name} and {other.name} have no arm of the same name; name two as SWEEP:ARM"
+            )
+        names = [(arm, other_arm)] if arm and other_arm else [(name, name) for name in common]
+        pairs = [(side(one, name), side(other, other_name)) for name, other_name in names]
         found = [(a, b, compared(a, b)) for a, b in pairs]
         unsealed = [f"{each.name}: {text}" for each in (one, other) if (text := unverified(each))]
     if as_json:
@@ -243,13 +225,8 @@ def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | Non
 
 
 def _numbers(difference: "Difference") -> dict[str, float | int | None]:
-    interval = difference.has_interval
-    return {
-        "mean": difference.mean,
-        "low": difference.low if interval else None,
-        "high": difference.high if interval else None,
-        "pairs": difference.pairs,
-    }
+    low, high = (difference.low, difference.high) if difference.has_interval else (None, None)
+    return {"mean": difference.mean, "low": low, "high": high, "pairs": difference.pairs}
 
 
 def _sentence(metric: str, seeds: int, same: int, difference: "Difference | None", why: str) -> str:

@@ -1,7 +1,8 @@
 """`ablate stop`: orders to the controller of a running sweep. Names are checked first."""
 
 import time
-from contextlib import closing
+from collections import Counter
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -58,21 +59,15 @@ def _stop_order(folder: Path, arm: str | None, trial: str | None) -> tuple[Order
     with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
         members = ledger.members()
     if arm is not None:
-        return {"stop": "arm", "name": arm}, _arm_effect(arm, members)
+        if not (selected := [member for member in members if member.name == arm]):
+            hint = nearest(arm, dict.fromkeys(member.name for member in members))
+            raise InputError(f"--arm {arm}: no such arm; {hint}")
+        return {"stop": "arm", "name": arm}, _stop_effect(f"Arm {arm}", selected)
     if trial is not None:
         member = _find_trial(trial, members)
         return {"stop": "trial", "id": member.id}, _stop_effect(f"Trial {member.id}", [member])
     effect = f"{_stop_effect('The sweep', members)} Its command then ends with status 130."
     return {"stop": "sweep"}, effect
-
-
-def _arm_effect(name: str, members: list[Member]) -> str:
-    """Describe what stopping an arm does; InputError if there is no such arm, or nothing to stop."""
-    selected = [member for member in members if member.name == name]
-    if not selected:
-        hint = nearest(name, dict.fromkeys(member.name for member in members))
-        raise InputError(f"--arm {name}: no such arm; {hint}")
-    return _stop_effect(f"Arm {name}", selected)
 
 
 def _find_trial(prefix: str, members: list[Member]) -> Member:
@@ -91,18 +86,20 @@ def _find_trial(prefix: str, members: list[Member]) -> Member:
 
 def _stop_effect(subject: str, members: list[Member]) -> str:
     """Describe what stopping these members does; InputError if none of them runs or waits."""
-    status = {member.id: member.status for member in members}
-    runs, waits = (sum(each == wanted for each in status.values()) for wanted in ("running", "pending"))
-    if not runs and not waits:
-        states = ", ".join(sorted(set(status.values())))
-        raise InputError(f"{subject} has already ended ({states}): there is nothing to stop")
-    ended = f"{_trials(runs, 'running')} will be ended" if runs else ""
-    dropped = f"{_trials(waits, 'waiting')} will not be started" if waits else ""
-    return f"{subject}: {' and '.join(filter(None, (ended, dropped)))}; records are kept."
-
-
-def _trials(number: int, state: str) -> str:
-    return f"{number} {state} trial{'' if number == 1 else 's'}"
+    counts = Counter({member.id: member.status for member in members}.values())
+    parts = [
+        f"{counts[status]} {name} trial{'' if counts[status] == 1 else 's'} will {end}"
+        for status, name, end in (
+            ("running", "running", "be ended"),
+            ("pending", "waiting", "not be started"),
+        )
+        if counts[status]
+    ]
+    if not parts:
+        raise InputError(
+            f"{subject} has already ended ({', '.join(sorted(counts))}): there is nothing to stop"
+        )
+    return f"{subject}: {' and '.join(parts)}; records are kept."
 
 
 def _send(folder: Path, order: Order, effect: str) -> None:
@@ -113,16 +110,10 @@ def _send(folder: Path, order: Order, effect: str) -> None:
     screen.lines(effect)
     deadline = time.monotonic() + _ACCEPT_SECONDS
     while order_file.exists() and time.monotonic() < deadline:
-        if holder(folder) is None and _withdraw(order_file):
-            raise InputError(f"{folder.name}: its controller ended before it accepted the order")
+        if holder(folder) is None:
+            with suppress(FileNotFoundError):  # accepted at the last moment
+                order_file.unlink()
+                raise InputError(f"{folder.name}: its controller ended before it accepted the order")
         time.sleep(0.05)
     pending = f"{folder.name} is busy; it accepts the order as soon as it can."
     screen.lines(pending if order_file.exists() else "Accepted.")
-
-
-def _withdraw(order_file: Path) -> bool:
-    try:
-        order_file.unlink()
-    except FileNotFoundError:  # accepted at the last moment
-        return False
-    return True

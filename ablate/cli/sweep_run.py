@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from rich.text import Text
 
@@ -22,30 +23,26 @@ from ablate.files import Json
 from ablate.reports.plain_text import duration, wrapped
 from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import network_file_system
+from ablate.store.ledger_rows import Member
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 
 
+@dataclass
 class SweepRun:
     """One run of a sweep in this process: prints progress and answer, and sends notifications."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        settings: Settings,
-        options: RunOptions,
-        check_command: str | None = None,
-        quiet: bool = False,
-        report: bool = True,
-        everything: bool = False,
-    ) -> None:
-        self.experiment, self.settings, self.options = experiment, settings, options
-        self.check_command, self.quiet, self.report = check_command, quiet, report
-        self.everything = everything
-        self.hook = Hook(settings.notify) if settings.notify else None
-        self.screen = console()
-        self.started = time.time()
-        self.failed = 0
+    experiment: Experiment
+    settings: Settings
+    options: RunOptions
+    check_command: str | None = None
+    quiet: bool = False
+    report: bool = True
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        self.hook = Hook(self.settings.notify) if self.settings.notify else None
+        self.screen, self.started, self.failed = console(), time.time(), 0
 
     def run(self, notes: Sequence[str] = ()) -> int:
         """Print `notes`, run the sweep until it ends, is stopped or fails, and return the exit status."""
@@ -146,12 +143,10 @@ class SweepRun:
             try:
                 with self.screen.status("Writing the report"):
                     made = make(settings.state, name, mlflow=settings.mlflow)
-                if made.trouble:
-                    self.screen.lines(made.trouble)
+                self.screen.lines(*filter(None, [made.trouble]))
             except (NotebookError, InputError) as error:
                 remedy = f"The results are safe; `ablate report {name}` tries again."
-                message = f"The report was not written: {error}. {remedy}"
-                self.screen.lines(message)
+                self.screen.lines(f"The report was not written: {error}. {remedy}")
         command = f"{program('ablate')} ui {name}{settings.state_option}"
         line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
         more = f"{line}; with MLflow: {command}" if index.exists() else line
@@ -166,37 +161,30 @@ class SweepRun:
 
     def _notify(self, event: str, status: str) -> None:
         if self.hook:
-            self.hook.tell(
-                _message(self.experiment, self.settings, event, status, time.time() - self.started)
-            )
+            self.hook.tell(self._message(event, status, time.time() - self.started))
 
-
-def _message(
-    experiment: Experiment, settings: Settings, event: str, status: str, seconds: float
-) -> dict[str, Json]:
-    """Return the content of a notification; `text` is the summary that a chat shows."""
-    content: dict[str, Json] = {
-        "event": event,
-        "sweep": experiment.name,
-        "question": experiment.keys.question,
-        "status": status,
-        "seconds": round(seconds, 1),
-    }
-    path = settings.state / "sweeps" / experiment.name / "ledger.db"
-    if not path.exists():
-        return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
-    try:
-        with closing(open_checked(path)) as ledger:
-            trials = {member.id: member for member in ledger.members()}
-            table = summary_of(ledger)
-    except InputError as error:
-        return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {error}"}
-    counts = Counter(member.status for member in trials.values())
-    failures = [
-        f"{m.name} seed={m.seed}: {m.reason}" for m in trials.values() if m.status in ("failed", "oom")
-    ]
-    listed = ", ".join(f"{number} {name}" for name, number in counts.items())
-    text = (
-        f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
-    )
-    return content | {"counts": dict(counts), "failures": [*failures], "table": table, "text": text}
+    def _message(self, event: str, status: str, seconds: float) -> dict[str, Json]:
+        """Return the content of a notification; `text` is the summary that a chat shows."""
+        name, trials, table, text = self.experiment.name, list[Member](), "", status
+        path = self.settings.state / "sweeps" / name / "ledger.db"
+        try:
+            if path.exists():
+                with closing(open_checked(path)) as ledger:
+                    trials = list({member.id: member for member in ledger.members()}.values())
+                    table = summary_of(ledger)
+                text = f"{event if status == 'running' else status} after {duration(seconds)}: "
+        except InputError as error:
+            trials, text = [], str(error)
+        counts = Counter(trial.status for trial in trials)
+        failed = [trial for trial in trials if trial.status in ("failed", "oom")]
+        return {
+            "event": event,
+            "sweep": name,
+            "question": self.experiment.keys.question,
+            "status": status,
+            "seconds": round(seconds, 1),
+            "counts": dict(counts),
+            "failures": [f"{trial.name} seed={trial.seed}: {trial.reason}" for trial in failed],
+            "table": table,
+            "text": f"{name}: {text}" + ", ".join(f"{number} {word}" for word, number in counts.items()),
+        }

@@ -52,21 +52,15 @@ def sync(settings: Settings, sweeps: list[str] | None, anew: bool, timeout: floa
 def _refuse_damaged(settings: Settings, anew: bool, named: bool) -> None:
     """Handle a local database that SQLite cannot open: raise InputError or, with `anew` for all sweeps,
     move it aside. The database holds all sweeps, so all of them have to be sent again."""
-    path = path_of(settings.mlflow)
-    if path is None:
+    path, replaces = path_of(settings.mlflow), anew and not named
+    if path is None or not (why := unusable(path) if replaces else damage(path)):
         return
-    why = unusable(path) if anew and not named else damage(path)
-    if not why:
-        return
-    if not anew or named:
-        raise InputError(
-            f"{path}: damaged ({why}); `ablate rebuild --sync --force`, without names, replaces it"
-        )
-    running = [folder.name for folder in folders(settings.state, None) if holder(folder)]
+    running = [folder.name for folder in folders(settings.state, None) if replaces and holder(folder)]
+    remedy = "; `ablate rebuild --sync --force`, without names, replaces it"
     if running:
-        raise InputError(
-            f"{path}: damaged ({why}), and in use by {', '.join(running)}; `ablate stop` ends a sweep"
-        )
+        remedy = f", and in use by {', '.join(running)}; `ablate stop` ends a sweep"
+    if running or not replaces:
+        raise InputError(f"{path}: damaged ({why}){remedy}")
     put_aside(path)
 
 
@@ -78,18 +72,15 @@ def _sync_all(
     status = DONE
     for number, folder in enumerate(sweeps):
         try:
-            complete = _sync_locked(folder, settings, anew, timeout, screen)
-        except InputError as error:
+            with lock(folder / "lock", wait=False):
+                complete = _sync(folder, settings, anew, timeout, screen)
+        except (InputError, Busy) as error:
+            ended = isinstance(error, InputError)
+            why = str(error) if ended else f"{folder.name}: is running ({error}), and sends its own records"
             if named:
-                raise
-            screen.lines(str(error))
-            status = FAILED
-            continue
-        except Busy as busy:
-            message = f"{folder.name}: is running ({busy}), and sends its own records"
-            if named:
-                raise InputError(message) from None
-            screen.lines(message)
+                raise InputError(why) from None
+            screen.lines(why)
+            status = FAILED if ended else status
             continue
         if not complete:
             if rest := ", ".join(path.name for path in sweeps[number + 1 :]):
@@ -98,15 +89,10 @@ def _sync_all(
     return status
 
 
-def _sync_locked(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:
-    with lock(folder / "lock", wait=False):
-        check(folder, f"{folder.name}.yaml")
-        open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
-        return _sync(folder, settings, anew, timeout, screen)
-
-
 def _sync(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:
     """Send the records of one sweep, whose lock is held; return True if MLflow then has all of them."""
+    check(folder, f"{folder.name}.yaml")
+    open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
     from ablate.execution.projections import Mirror  # pandas
 
     address = settings.mlflow
@@ -119,7 +105,10 @@ def _sync(folder: Path, settings: Settings, anew: bool, timeout: float, screen: 
         before = behind(ledger)
         missing = _wait_for(mirror, ledger, folder.name, timeout, screen)
         trouble = mirror.trouble
-        unsent = mirror.finish(_run_status(ledger), summary_of(ledger), 0.0 if missing else timeout)
+        statuses = {member.status for member in ledger.members()}
+        ended = "FAILED" if statuses & {"failed", "oom"} else "KILLED"
+        ended = "FINISHED" if statuses <= {*FINISHED, "pruned"} else ended
+        unsent = mirror.finish(ended, summary_of(ledger), 0.0 if missing else timeout)
         if missing or unsent:
             why = redact(trouble or mirror.trouble or "no answer", address)
             result = f"{missing:,} of {before:,} records are missing in {redact(address)}: {why}"
@@ -132,6 +121,11 @@ def _sync(folder: Path, settings: Settings, anew: bool, timeout: float, screen: 
 def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, screen: Screen) -> int:
     """Wait until MLflow has all records, or none arrives for `timeout` seconds; return the number missing."""
     missing = first = behind(ledger)
+
+    def unclosed() -> bool:
+        """Return True while the MLflow run of a member that has ended is open."""
+        return any(not each.closed and each.status not in ("pending", "running") for each in ledger.members())
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -140,7 +134,7 @@ def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, scree
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task(name, total=first, why="")
         last_progress = time.monotonic()
-        while (missing or _unclosed(ledger)) and time.monotonic() - last_progress < timeout:
+        while (missing or unclosed()) and time.monotonic() - last_progress < timeout:
             time.sleep(_LOOK_SECONDS)
             mirror.refresh()
             now = behind(ledger)
@@ -149,18 +143,3 @@ def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, scree
             missing = now
             progress.update(task, completed=first - missing, why=mirror.trouble or "")
     return missing
-
-
-def _unclosed(ledger: Ledger) -> int:
-    """Return the number of members that have ended and whose MLflow run is still open."""
-    return sum(
-        not member.closed and member.status not in ("pending", "running") for member in ledger.members()
-    )
-
-
-def _run_status(ledger: Ledger) -> str:
-    """Return the status of the sweep's MLflow run, from the ledger."""
-    statuses = {member.status for member in ledger.members()}
-    if statuses <= {*FINISHED, "pruned"}:
-        return "FINISHED"
-    return "FAILED" if statuses & {"failed", "oom"} else "KILLED"
