@@ -13,10 +13,11 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
 from ablate.errors import InputError, first_line, nearest, one_line
+from ablate.experiment import recipe_source
 from ablate.recipes import PRESETS
+from ablate.verification.conformance.result import Row, counts
 
 if TYPE_CHECKING:
-    from ablate.verification.conformance.result import Row
     from ablate.verification.conformance.run import Findings
 
 _WIDTH, _NAME = 80, 28
@@ -65,7 +66,7 @@ def conform(
     started, screen = time.monotonic(), Screen(width=_WIDTH)
     rows: list[Row] = []
 
-    def show(row: "Row") -> None:
+    def show(row: Row) -> None:
         known = any(row.stage and _alike(row) == _alike(other) for other in rows)
         rows.append(row)
         if not as_json and row.outcome != "n/a":
@@ -99,7 +100,7 @@ def conform(
     raise typer.Exit(DONE if findings.passed != demo else FAILED)
 
 
-def _alike(row: "Row") -> tuple[str, str]:
+def _alike(row: Row) -> tuple[str, str]:
     """Return the name of a row's wrong stage and what to declare: rows that share both are shown once."""
     return row.stage.partition(":")[0], row.declare
 
@@ -110,11 +111,10 @@ def _examined(
     """Return the findings on what a user named; InputError for a wrong name."""
     if recipe not in PRESETS and not Path(recipe).suffix:
         raise InputError(f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}")
-    from ablate.experiment.recipe_source import load
     from ablate.verification.conformance.source import find, names
 
     try:
-        made = load(recipe)
+        made = recipe_source.load(recipe)
     except ValueError as error:
         raise InputError(f"--as {error}") from None
 
@@ -142,11 +142,9 @@ def _examined(
 # --- printing -------------------------------------------------------------------------------------
 
 
-def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
+def print_row(screen: Screen, row: Row, known: bool = False) -> None:
     """Print one property in a line, and below it what differs, with the first block; of a row whose wrong
     stage and declaration are `known` from one above, the stage alone."""
-    from ablate.verification.conformance.result import counts
-
     counted = "" if row.outcome == "report" else counts(row)
     word = row.outcome.upper() if row.outcome == "fail" else str(row.outcome)
     style = _STYLES[row.outcome]

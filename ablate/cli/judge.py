@@ -4,7 +4,7 @@ import re
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -14,12 +14,15 @@ from ablate.cli.common import DONE, console, print_json, print_starting
 from ablate.cli.options import Flags, JsonOption
 from ablate.cli.report import make
 from ablate.errors import InputError, brief, one_line
+from ablate.judging.answer import judgement_of, metric_of_text, named_columns
+from ablate.judging.chosen_runs import Question
+from ablate.judging.judged_ledger import add_to_sweep, write_ledger
+from ablate.judging.proposal import gate_runs
+from ablate.judging.run import Found
+from ablate.judging.sources import read
+from ablate.results.comparisons import Comparisons
 from ablate.store.checked_ledger import open_ledger
 from ablate.training.log_readers import READERS
-
-if TYPE_CHECKING:
-    from ablate.judging.chosen_runs import Question
-    from ablate.judging.run import Found
 
 _STATUSES = {"keep": DONE, "discard": 3, "run again": 4}
 """Exit status of a gate by its decision."""
@@ -43,11 +46,8 @@ class ReadingFlags:
         typer.Option(help=f"Format of logs: {', '.join(READERS)}, hf:10 (logging_steps), regex:EXPRESSION."),
     ] = None
 
-    def read(self, places: list[str], asked: "QuestionFlags") -> "Found":
+    def read(self, places: list[str], asked: "QuestionFlags") -> Found:
         """Return the runs of all places; InputError for a column without a role."""
-        from ablate.judging.answer import named_columns
-        from ablate.judging.sources import read
-
         roles = {"name": self.name} if self.name else {}
         for text in self.column or ():
             role, equals, named = text.partition("=")
@@ -80,11 +80,8 @@ class QuestionFlags:
     without: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None
     at: Annotated[int | None, typer.Option(metavar="STEP")] = None
 
-    def question(self, floor: str | None = None) -> "Question":
+    def question(self, floor: str | None = None) -> Question:
         """Return the question to runs; `floor`: arm with reruns of one configuration."""
-        from ablate.judging.answer import metric_of_text
-        from ablate.judging.chosen_runs import Question
-
         against, metric = self.against or "", metric_of_text(self.metric)
         direction = None if self.maximize is None else "maximize" if self.maximize else "minimize"
         ignored, without = self.ignore or (), self.without or ()
@@ -132,9 +129,6 @@ def judge(
         into: Add the runs to this sweep's report, as arms not started here.
         report: Write the report.
     """
-    from ablate.judging.answer import judgement_of
-    from ablate.judging.judged_ledger import add_to_sweep, write_ledger
-
     given = [option for option in ("history", "proposals", "token") if getattr(gated, option)]
     if given and not gated.gate:
         raise InputError(f"--{given[0]} belongs to a gate: add --gate")
@@ -158,8 +152,6 @@ def judge(
         with closing(open_ledger(settings.state, title)) as ledger:
             print_json(judgement_of(ledger, said).document())
         raise typer.Exit(DONE)
-    from ablate.results.comparisons import Comparisons
-
     screen = console()
     screen.lines(*map(one_line, said), style="dim")
     with closing(open_ledger(settings.state, title)) as ledger:
@@ -171,10 +163,8 @@ def judge(
         screen.lines(f"Report: {make(settings.state, title).index}")
 
 
-def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
+def _gate(found: Found, asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
     """Print the decision on the candidate, and return the exit status that stands for it."""
-    from ablate.judging.proposal import gate_runs
-
     assert gated.history
     judged, said = gate_runs(
         found.runs, asked.question(), gated.history, gated.floor, gated.proposals, gated.token, proposal

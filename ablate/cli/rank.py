@@ -17,11 +17,12 @@ from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers
+from ablate.training.workloads.base import Workload
+from ablate.training.workloads.python import Python
 
 if TYPE_CHECKING:
     from ablate.training.operand_capture import Capture
     from ablate.training.operand_errors import RecipeErrors
-    from ablate.training.workloads.base import Workload
     from ablate.verification.operand_order import Ranking
 
 DEFAULT = (
@@ -126,15 +127,13 @@ def _described(found: "Capture", measured: "Sequence[RecipeErrors]", others: Col
     return about
 
 
-def _workload(source: str) -> "Workload":
+def _workload(source: str) -> Workload:
     """Return the workload of FILE:FUNCTION, or of an experiment; InputError if it is computed elsewhere."""
     if source.endswith((".yaml", ".yml")):
         workload = load(Path(source)).base.config
         if not workload.in_process:
             raise InputError(f"--python {source}: its workload trains nothing in this process; see --dumps")
         return workload
-    from ablate.training.workloads.python import Python
-
     file, colon, function = source.rpartition(":")
     if not colon:
         raise InputError(

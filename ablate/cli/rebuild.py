@@ -17,6 +17,7 @@ import typer
 
 from ablate.cli.common import console, nothing_runs
 from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
+from ablate.cli.sync import sync as send
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
@@ -62,9 +63,7 @@ def rebuild(
     """
     settings = flags.settings()
     if sync:
-        from ablate.cli.sync import sync as sync_sweeps
-
-        raise typer.Exit(sync_sweeps(settings, sweeps, force, timeout))
+        raise typer.Exit(send(settings, sweeps, force, timeout))
     if not sweeps or len(sweeps) > 1:
         raise InputError("rebuild: give the YAML file of one experiment; --sync takes several sweeps, or all")
     file = Path(sweeps[0])

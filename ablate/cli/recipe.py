@@ -38,6 +38,7 @@ from ablate.recipes.recipe_text import (
     rounding,
 )
 from ablate.store.named_arms import members_of
+from ablate.training.models import described
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 app = App(
@@ -171,10 +172,8 @@ def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recip
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
     """Return the linear layers of a model; InputError if they cannot be listed, or if a rule selects none."""
-    from ablate.training.models.described import outline
-
     try:
-        layers = outline(model).layers
+        layers = described.outline(model).layers
     except (OSError, ValueError) as error:
         raise InputError(f"--model {model}: {error}") from None
     idle = [(number, select(rule.match, layers).reason) for number, rule in enumerate(recipe.layers.rules)]

@@ -14,8 +14,10 @@ from ablate.cli.common import DONE, FAILED, console, print_starting
 from ablate.cli.options import MlflowFlags, complete_sweeps, sweep_names
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
+from ablate.execution.tracking.access import log_report
 from ablate.files import no_folder_name
 from ablate.judging.judged_ledger import changed_since
+from ablate.reports.markdown_summary import study_markdown
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import (
     NOTEBOOKS,
@@ -25,7 +27,8 @@ from ablate.reports.report_files import (
     default_notebooks,
     write_report,
 )
-from ablate.store.checked_ledger import absent, open_checked
+from ablate.results.summary import summaries
+from ablate.store.checked_ledger import absent, open_checked, open_ledger
 from ablate.store.databases import path_of
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
@@ -131,8 +134,6 @@ def make(
             note.result()
         # A database is usually in the same read-only folder.
         if mlflow and (writable or not path_of(mlflow)):
-            from ablate.execution.tracking.access import log_report
-
             try:
                 log_report(mlflow, ledger, made.folder)
             except InputError as error:  # the report itself is complete
@@ -155,9 +156,6 @@ def _verified(ledger: Ledger, state: Path, name: str) -> str:
 def _annotate_study(state: Path, name: str, folder: Path) -> None:
     """Write the answer into the study of the sweep, for Optuna's dashboard."""
     from ablate.execution.search.annotations import decorate
-    from ablate.reports.markdown_summary import study_markdown
-    from ablate.results.summary import summaries
-    from ablate.store.checked_ledger import open_ledger
 
     ledger = open_ledger(state, name)
     note = f"{study_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from ablate.cli.common import BUDGET, DONE, FAILED, INTERRUPTED, console, interruption, program, summary_of
+from ablate.cli.report import make
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line, redact
 from ablate.execution.controller import Controller
@@ -20,7 +21,9 @@ from ablate.execution.progress import Outcome, Progress, RunOptions
 from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import remarks
 from ablate.files import Json
+from ablate.reports.notebooks import NotebookError
 from ablate.reports.plain_text import duration, wrapped
+from ablate.reports.report_files import is_current
 from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import network_file_system
 from ablate.store.ledger_rows import Member
@@ -135,10 +138,6 @@ class SweepRun:
         """Write the report unless it is up to date, and print its path."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
-        from ablate.cli.report import make
-        from ablate.reports.notebooks import NotebookError
-        from ablate.reports.report_files import is_current
-
         if self.report and not is_current(settings.state, name):
             try:
                 with self.screen.status("Writing the report"):
