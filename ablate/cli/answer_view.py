@@ -29,7 +29,6 @@ from ablate.reports.table_notes import emulated, reading
 from ablate.results.comparisons import Comparisons
 from ablate.results.contrasts import contrasts
 from ablate.results.forked import estimand
-from ablate.results.gate import Check
 from ablate.results.headline import Headline, headline_of
 from ablate.results.number_text import interval
 from ablate.results.published import replications
@@ -83,33 +82,24 @@ def print_lines(
     """Print the answer in at most `most` lines, and return it. `state_option`: option that a command needs
     for this state folder; `rows`: print rows of the table, too, if there is space."""
     answer = headline_of(compared)
-    checks = _checks(answer.checks, screen)
+    checks: list[Text] = []
+    kinds = {"failed": ("Failed", "red"), "warning": ("Mind", "yellow"), "passed": ("Checked", "dim")}
+    for kind, (word, style) in kinds.items():  # those that did not pass first
+        if texts := [one_line(check.text) for check in answer.checks if check.kind == kind]:
+            line = Text(f"{word}: {'; '.join(texts)}.", style)
+            checks += wrapped(line, screen, _MOST_CHECKS - len(checks))
     remedy = _remedy(answer, screen, state_option) if most > _LEAST_FOR_REMEDY else []
     left = most - len(checks) - len(remedy)
-    stated = _stated(answer, screen, max(1, min(_MOST_ANSWER, left)))
+    style = "green" if answer.answered else "red" if not answer.valid else "yellow"
+    rest = one_line(" ".join(filter(None, (answer.text, answer.simplest))))
+    text = Text.assemble((answer.lead, f"bold {style}"), " " if answer.lead else "", rest)
+    stated = wrapped(text, screen, max(1, min(_MOST_ANSWER, left)))
     screen.print(*stated, *checks, sep="\n")
     left -= len(stated)
     if rows and left > 1 and compared.arms:
         screen.print(_few_rows(compared, answer.valid, left - 1, screen.width))
     screen.lines(*remedy)  # a command in two lines cannot be copied
     return answer
-
-
-def _stated(answer: Headline, screen: Screen, most: int) -> list[Text]:
-    style = "green" if answer.answered else "red" if not answer.valid else "yellow"
-    rest = one_line(" ".join(filter(None, (answer.text, answer.simplest))))
-    text = Text.assemble((answer.lead, f"bold {style}"), " " if answer.lead else "", rest)
-    return wrapped(text, screen, most)
-
-
-def _checks(checks: tuple[Check, ...], screen: Screen) -> list[Text]:
-    """Return the checks: those that did not pass first."""
-    found: list[Text] = []
-    kinds = {"failed": ("Failed", "red"), "warning": ("Mind", "yellow"), "passed": ("Checked", "dim")}
-    for kind, (word, style) in kinds.items():
-        if texts := [one_line(check.text) for check in checks if check.kind == kind]:
-            found += wrapped(Text(f"{word}: {'; '.join(texts)}.", style), screen, _MOST_CHECKS - len(found))
-    return found
 
 
 def _remedy(answer: Headline, screen: Screen, state_option: str) -> list[Text]:
@@ -170,8 +160,11 @@ def _print_tables(
     if experiment.keys.published:
         table = published_table(replications(compared.ledger, experiment.keys.published))
         screen.print(table.terminal(), "")
-    if came := _width_that_came(experiment, settings, arms):
-        screen.print(Text(came))
+    if expected := expected_width(experiment, settings.state):  # of a calibration, beside the one that came
+        gaps = [arm.gap for arm in arms if arm.gap and arm.gap.has_interval and arm.role != "null"]
+        if gaps:
+            came = median(gap.high - gap.mean for gap in gaps)
+            screen.print(Text(f"Half-width: {came:.2g} came (median of the arms), expected was {expected}."))
     if text := how_to_read(experiment, arms, valid):
         screen.print(text)
     if valid:
@@ -179,20 +172,6 @@ def _print_tables(
     for line in never_began(compared.ledger):
         screen.print(Text(line.replace("**", "")))
     screen.print("")
-
-
-def _width_that_came(experiment: Experiment, settings: Settings, arms: list[ArmSummary]) -> str:
-    """Return the half-width that a calibration expected beside the one that came; empty without one."""
-    if not (expected := expected_width(experiment, settings.state)):
-        return ""
-    widths = [
-        arm.gap.high - arm.gap.mean for arm in arms if arm.gap and arm.gap.has_interval and arm.role != "null"
-    ]
-    return (
-        f"Half-width: {median(widths):.2g} came (median of the arms), expected was {expected}."
-        if widths
-        else ""
-    )
 
 
 def how_to_read(experiment: Experiment, arms: list[ArmSummary], valid: bool) -> str:

@@ -43,6 +43,7 @@ class SweepOptions:
         quiet: Print no progress, only the answer and how many trials failed.
         everything: Print a line for each run, and all tables below the answer.
         report: Write the report at the end. (ABLATE_REPORT)
+        ready: File descriptor to write a byte to when the sweep begins to run.
     """
 
     dry_run: bool = False
@@ -56,23 +57,11 @@ class SweepOptions:
     quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
     everything: Annotated[bool, typer.Option("--all")] = False
     report: Annotated[bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False)] = True
-
-
-@dataclass(frozen=True)
-class HiddenOptions:
-    """Options for tests, and for a command that starts this one.
-
-    Args:
-        ready: File descriptor to write a byte to when the sweep begins to run.
-    """
-
     check_command: CheckCommand = None
     ready: Annotated[int | None, typer.Option(hidden=True)] = None
 
 
-def sweep(
-    file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: JobOptions, hidden: HiddenOptions
-) -> None:
+def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: JobOptions) -> None:
     """Run an experiment: compute missing trials, reuse finished ones, and answer its question.
 
     Ctrl-C ends it cleanly; the same command continues it. Exit status: 0 all trials done or diverged, 1 some
@@ -101,17 +90,16 @@ def sweep(
     trackers = open_trackers(settings.tracker, settings.state, experiment.name)
     given = options.fork, options.fresh, options.accept_version, options.same_code
     kept = RunOptions(*given, settings.price, paces, summary_of, trackers)
-    shown = options.quiet, options.report, options.everything
-    run = SweepRun(experiment, settings, kept, hidden.check_command, *shown)
+    run = SweepRun(experiment, settings, kept, options)
     folder = settings.state / "sweeps" / experiment.name
     if options.detach:
         raise typer.Exit(_detach(file, folder, settings, options))
     try:
         with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
-            if hidden.ready is not None:
-                os.write(hidden.ready, b"1")
-                os.close(hidden.ready)
+            if options.ready is not None:
+                os.write(options.ready, b"1")
+                os.close(options.ready)
             if jobs.export_jobs is not None:
                 export_jobs(file, experiment, settings, kept, options.seeds, jobs.export_jobs, jobs)
                 raise typer.Exit(DONE)
@@ -195,14 +183,9 @@ def detached_command(file: Path, settings: Settings, options: SweepOptions) -> l
         "--price": settings.price,
         "--seeds": options.seeds,
     }
-    switches = {
-        "--no-fork": not options.fork,
-        "--no-report": not options.report,
-        "--quiet": options.quiet,
-        "--all": options.everything,
-        "--fresh": options.fresh,
-        "--same-code": options.same_code,
-        "--accept-version": options.accept_version,
-    }
     given = [word for option, value in values.items() if value is not None for word in (option, str(value))]
-    return own_command("ablate.sweep", str(file), *given, *(option for option, on in switches.items() if on))
+    switches = ["--no-fork"] * (not options.fork) + ["--no-report"] * (not options.report)
+    switches += ["--all"] * options.everything
+    for switch in ("quiet", "fresh", "same_code", "accept_version"):
+        switches += [f"--{switch.replace('_', '-')}"] * getattr(options, switch)
+    return own_command("ablate.sweep", str(file), *given, *switches)

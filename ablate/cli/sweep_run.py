@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -28,6 +29,9 @@ from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import network_file_system
 from ablate.store.ledger_rows import Member
 
+if TYPE_CHECKING:
+    from ablate.cli.sweep import SweepOptions
+
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 
 
@@ -37,11 +41,8 @@ class SweepRun:
 
     experiment: Experiment
     settings: Settings
-    options: RunOptions
-    check_command: str | None = None
-    quiet: bool = False
-    report: bool = True
-    everything: bool = False
+    run_options: RunOptions
+    options: "SweepOptions"
 
     def __post_init__(self) -> None:
         self.hook = Hook(self.settings.notify) if self.settings.notify else None
@@ -79,16 +80,16 @@ class SweepRun:
         from ablate.verification.checkup import COMMAND, Checkup, Unfit
 
         settings = self.settings
-        command = shlex.split(self.check_command) if self.check_command else COMMAND
+        command = shlex.split(self.options.check_command) if self.options.check_command else COMMAND
         checkup = Checkup(command, device=settings.device)
         executor = StartingExecutor(settings, self.experiment.keys.resources, checkup)
         outcome: Outcome | None = None
         controller = Controller(
-            self.experiment, settings.state, settings.device, executor, settings.mlflow, self.options
+            self.experiment, settings.state, settings.device, executor, settings.mlflow, self.run_options
         )
         try:
             with (
-                View(self.screen, self.quiet, self.everything).open() as view,
+                View(self.screen, self.options.quiet, self.options.everything).open() as view,
                 closing(controller.run()) as steps,
                 closing(checkup),
                 closing(executor),
@@ -128,7 +129,7 @@ class SweepRun:
             from ablate.cli.answer_view import print_answer
 
             below = len(why) + 2 + sum(math.ceil(text.cell_len / self.screen.width) for text in last)
-            print_answer(self.experiment, self.settings, self.screen, below, self.everything)
+            print_answer(self.experiment, self.settings, self.screen, below, self.options.everything)
         self.screen.print(*why, counts, sep="\n")
         if answers:
             self._print_report()
@@ -138,7 +139,7 @@ class SweepRun:
         """Write the report unless it is up to date, and print its path."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
-        if self.report and not is_current(settings.state, name):
+        if self.options.report and not is_current(settings.state, name):
             try:
                 with self.screen.status("Writing the report"):
                     made = make(settings.state, name, mlflow=settings.mlflow)
