@@ -90,19 +90,17 @@ def _closed_pipe_exits() -> Iterator[None]:
 def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
     """Return a sentence on a file of the state folder that cannot be used: a folder, a link that leads
     nowhere, or a file that cannot be written is in its place. None for any other error."""
-    path: str | None
-    why: str | None
+    kind = "file that can be read and written"
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorname", "")
         named = code.startswith(("SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY"))
         path, why = ", ".join(getattr(error, "__notes__", ())), str(error)
     else:
         path, why = error.filename2 or error.filename, error.strerror
-        if isinstance(error, NotADirectoryError) and path:  # a file is in the place of one of its folders
-            path = str(next((part for part in Path(path).parents if part.is_file()), path))
         named = isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError)
+        if isinstance(error, NotADirectoryError) and path:  # a file is in the place of one of its folders
+            kind, path = "folder", str(next((part for part in Path(path).parents if part.is_file()), path))
         named |= error.errno == errno.EROFS or bool(path and Path(path).is_symlink())
-    kind = "folder" if isinstance(error, NotADirectoryError) else "file that can be read and written"
     advice = f"it has to be a {kind}; move away what is there, or copy the folder"
     return f"{path}: {why}: {advice}" if named and path else None
 

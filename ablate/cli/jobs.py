@@ -118,14 +118,11 @@ def collect(folder: Path, flags: Flags) -> None:
     screen.lines(*_queue_again(folder, jobs, missing))
     screen.lines(*news)
     own_device = device_class().device
+    option = f" --device {jobs.device}" * (jobs.device != own_device)
+    advice = f"`ablate sweep {jobs.file}{option}` prints the answer, and runs here what is missing."
     if own_device == "cpu" != jobs.device:
-        name = shlex.quote(experiment.name)
-        advice = (
-            f"`ablate report {name}` writes the answer; trials of device {jobs.device} cannot be run here."
-        )
-    else:
-        device = f" --device {jobs.device}" * (jobs.device != own_device)
-        advice = f"`ablate sweep {jobs.file}{device}` prints the answer, and runs here what is missing."
+        name, why = shlex.quote(experiment.name), f"trials of device {jobs.device} cannot be run here."
+        advice = f"`ablate report {name}` writes the answer; {why}"
     screen.lines(advice)
     raise typer.Exit(FAILED if missing else DONE)
 
@@ -144,12 +141,9 @@ def _queue_again(folder: Path, jobs: Jobs, missing: Collection[str]) -> Iterator
 
 def _spans(tasks: Sequence[int]) -> str:
     """Return ascending numbers as SLURM's arrays write them: `0,3-5`."""
-    spans: list[list[int]] = []
-    for task in tasks:
-        if spans and spans[-1][1] == task - 1:
-            spans[-1][1] = task
-        else:
-            spans.append([task, task])
+    one_less, one_more = ({task + step for task in tasks} for step in (-1, 1))
+    firsts = (task for task in tasks if task not in one_more)
+    spans = zip(firsts, (task for task in tasks if task not in one_less), strict=True)
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 

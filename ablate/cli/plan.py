@@ -129,12 +129,12 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
         )
     if stacks := experiment.base.config.stacks:
         yield f"\nRecipes: each arm's is exported to {' and '.join(stacks)}, and read back."
-        lines, shared = commands(experiment, device)
+        of_arms, shared = commands(experiment, device)
         yield "Commands of the first seed, TRIAL the trial's folder:"
-        for name, line in [*lines.items()][:_MOST_COMMANDS]:
+        for name, line in [*of_arms.items()][:_MOST_COMMANDS]:
             yield f"  {one_line(name)}: {one_line(line)}"
-        if len(lines) > _MOST_COMMANDS:
-            yield f"  and {len(lines) - _MOST_COMMANDS} more: --json has all"
+        if len(of_arms) > _MOST_COMMANDS:
+            yield f"  and {len(of_arms) - _MOST_COMMANDS} more: --json has all"
         if shared:
             yield f"  variables of each: {one_line(shared)}"
     elif _computed_elsewhere(experiment):
@@ -202,11 +202,9 @@ def _forecast(experiment: Experiment, settings: Settings) -> tuple[Forecast, Tim
 def _windows(forks: Forks) -> str:
     *rest, last = map(str, forks.windows)
     lengths = f"{', '.join(rest)} and {last} steps" if rest else f"{last} steps"
-    where = (
-        f"after steps {', '.join(map(str, forks.positions))} of a trunk"
-        if forks.trunk
-        else "from the weights that the workload starts from"
-    )
+    where = "from the weights that the workload starts from"
+    if forks.trunk:
+        where = f"after steps {', '.join(map(str, forks.positions))} of a trunk"
     rate = ", the rate falling to zero" if forks.anneal else ""
     return f"every arm trains windows of {lengths} {where}{rate}"
 
@@ -214,8 +212,7 @@ def _windows(forks: Forks) -> str:
 def expected_width(experiment: Experiment, state: Path) -> str:
     """Return the half-width that the experiment's calibration promises for its design and seeds, as text;
     empty without a calibration."""
-    chosen = _planned(experiment, state)
-    if chosen is None:
+    if (chosen := _planned(experiment, state)) is None:
         return ""
     from ablate.results.intervals import Interval
 
