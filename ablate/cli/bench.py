@@ -321,7 +321,6 @@ def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled
 
 
 def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
-    """Return the layers to time, given by shape or by model."""
     models, tokens = asked.models or [], asked.tokens
     wrong = _unknown("model", models, linear_layers.MODELS, "--model ")
     if tokens and not models:
@@ -372,7 +371,6 @@ def _engines(
 
 
 def _with_bf16(names: list[str]) -> list[str]:
-    """Return names of presets behind bf16's, each once; InputError if there is no such preset."""
     if wrong := _unknown("preset", names, PRESETS):
         raise InputError(*wrong)
     return list(dict.fromkeys(("bf16", *names)))

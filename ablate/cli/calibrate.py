@@ -93,7 +93,6 @@ def calibrate(
 
 
 def _run(path: Path, settings: Settings, flags: DeviceFlags, workers: int | None) -> int:
-    """Run a sweep of the calibration in a process of its own, and return its exit status."""
     options = ["--state", str(settings.state)]
     options += ["--profile", flags.profile] if flags.profile else []
     options += ["--device", flags.device] if flags.device else []

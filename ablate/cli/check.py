@@ -71,7 +71,6 @@ def check(
 
 
 def _printed(screen: Console, promises: "Iterable[Promise]", last: str) -> int:
-    """Print a line for each promise as it is checked, and `last` if all are kept; return the exit status."""
     status = DONE
     for promise in promises:
         if not promise.kept:

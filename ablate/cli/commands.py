@@ -83,7 +83,6 @@ class _Verbs(TyperGroup):
 
 
 def _new_app() -> typer.Typer:
-    """Return the command without verbs."""
     app = App(
         cls=_Verbs,
         no_args_is_help=True,

@@ -108,7 +108,6 @@ def _alike(row: Row) -> tuple[str, str]:
 def _examined(
     subject: str, recipe: str, only: list[str] | None, device: str, seed: int | None, show: Any
 ) -> "Findings":
-    """Return the findings on what a user named; InputError for a wrong name."""
     if recipe not in PRESETS and not Path(recipe).suffix:
         raise InputError(f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}")
     from ablate.verification.conformance.source import find, names

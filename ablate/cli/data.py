@@ -111,7 +111,6 @@ def prepare(
 
 
 def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.Job:
-    """Return the job; ValueError if it cannot be prepared."""
     if not inputs[0].startswith(_HUB):
         return jobs.of_files(inputs, text.val, text.column, text.val_fraction)
     if len(inputs) > 1 or text.val:
@@ -159,7 +158,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 
 @contextmanager
 def _input_errors() -> Iterator[None]:
-    """Turn errors in the data into InputErrors, whose messages the user sees."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -181,7 +179,6 @@ def _output_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _progress(screen: Console) -> Iterator[Callable[[str, int], None]]:
-    """Show the number of processed bytes on a terminal; yield a function that adds to it."""
     activity = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), activity, BarColumn(), FileSizeColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:

@@ -93,7 +93,6 @@ def doctor(
 
 
 def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> None:
-    """Compare an engine with the emulator, print and write the result, and exit."""
     comparable = sorted({*ENGINES} - {"emulated"})
     if engine not in comparable:
         why = (
@@ -131,7 +130,6 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
 
 
 def _comparison(engine: str, machine: Machine, fast: bool) -> "ParityRun":
-    """Return the comparison of an engine. InputError if nothing of it can be compared here."""
     from ablate.verification import parity
 
     if module_name(engine) != SCALED:
@@ -146,7 +144,6 @@ def _comparison(engine: str, machine: Machine, fast: bool) -> "ParityRun":
 
 
 def _written(comparison: "ParityRun", document: "ParityDocument", record: Path | None) -> list[Path]:
-    """Write the document and a figure of its losses, and return their paths."""
     compared = document["compared"]
     version = compared.get("transformer_engine") or f"{document['engine']} torch {compared['torch']}"
     parts = (document["environment"].get("gpu", "no-gpu"), version)

@@ -128,7 +128,6 @@ def collect(folder: Path, flags: Flags) -> None:
 
 
 def _queue_again(folder: Path, jobs: Jobs, missing: Collection[str]) -> Iterator[str]:
-    """Yield the commands that queue the tasks of missing trials, the first stage first."""
     for stage, trials in enumerate(jobs.stages, 1):
         tasks = [task for task, trial in enumerate(trials) if trial in missing]
         if tasks:

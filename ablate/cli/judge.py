@@ -164,7 +164,6 @@ def judge(
 
 
 def _gate(found: Found, asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
-    """Print the decision on the candidate, and return the exit status that stands for it."""
     assert gated.history
     judged, said = gate_runs(
         found.runs, asked.question(), gated.history, gated.floor, gated.proposals, gated.token, proposal

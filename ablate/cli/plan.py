@@ -100,7 +100,6 @@ def show(experiment: Experiment, settings: Settings) -> None:
 
 
 def _print_arms(screen: Screen, experiment: Experiment, result: Forecast) -> None:
-    """Print the table of the arms that the file names, and the ranges of a search."""
     rows = []
     for arm, specs, done in result.rows:
         ids = " ".join(spec.id[:8] for spec in specs[:4]) + (" ..." if len(specs) > 4 else "")
@@ -118,7 +117,6 @@ def _print_arms(screen: Screen, experiment: Experiment, result: Forecast) -> Non
 
 
 def _computation(experiment: Experiment, device: str) -> Iterator[str]:
-    """Yield lines on how trials are computed: forks, engine, ranks, products, layers and memory."""
     if experiment.keys.design and (first := experiment.forks(experiment.arms[0])):
         yield f"\nForks: {one_line(_windows(first))}."
     if asked := experiment.keys.map:
@@ -171,7 +169,6 @@ def _computed_elsewhere(experiment: Experiment) -> bool:
 def _work(
     experiment: Experiment, settings: Settings, result: Forecast, time: TimeNeeded | None
 ) -> Iterator[str]:
-    """Yield remarks on the experiment, then lines on the work that is left."""
     for remark in (*filter(None, [settings.device_note]), *remarks(experiment, settings.device)):
         yield f"\nNote: {remark}"
     if result.redefined:
@@ -276,7 +273,6 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
 
 
 def _size(number: int) -> str:
-    """Return a number of bytes as text, as in `5.1 MB`."""
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
@@ -288,7 +284,6 @@ def _range(dimension: Dimension) -> str:
 
 
 def _duration_text(result: Forecast, time: TimeNeeded | None) -> str:
-    """Return a sentence with the estimated duration of the run."""
     if not result.trials + result.later:
         return "Nothing to run."
     if time is None:

@@ -184,7 +184,6 @@ def _print(screen: Screen, ranking: "Ranking", about: str) -> None:
 
 
 def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> None:
-    """Print the table of a group, and below it the pairs that are not ordered, by reason."""
     from ablate.verification.operand_order import Order
 
     rows = []

@@ -139,7 +139,6 @@ def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
 
 
 def _identity(kept: Path) -> str | None:
-    """Return the identity of the sweep, if the bytes of the damaged file or of its log still contain it."""
     files = (path for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.is_file())
     match = _IDENTITY.search(b"".join(path.read_bytes() for path in files))
     return match[1].decode() if match else None

@@ -80,7 +80,6 @@ def show(
 def _refuse_misfits(
     words: list[str], form: _Form | None, out: Path | None, chosen: str | None, as_json: bool
 ) -> None:
-    """Raise InputError for more words than two, and for an option of another form of the command."""
     count = len(words)
     if count > 2:
         raise InputError(f"show takes two sweeps or arms at most, and there are {count}: {' '.join(words)}")
@@ -209,7 +208,6 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
 
 
 def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | None]:
-    """Return the ledger of a sweep, and the arm that is named beside it."""
     name, colon, arm = word.partition(":")
     name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
     known = sorted(path.name for path in state.glob("sweeps/*") if path.is_dir())
@@ -230,7 +228,6 @@ def _numbers(difference: "Difference") -> dict[str, float | int | None]:
 
 
 def _sentence(metric: str, seeds: int, same: int, difference: "Difference | None", why: str) -> str:
-    """Return the difference in words, or the reason why there is none."""
     from ablate.results.number_text import counted, interval
     from ablate.results.paired_stats import p_value
 

@@ -74,7 +74,6 @@ def status(
 
 
 def _verify(sweeps: Iterable[Path], state: Path, as_json: bool) -> int:
-    """Compare sweeps with the folders of their trials, print the result, and return the exit status."""
     results = {folder.name: _compare(folder, state) for folder in sweeps}
     if as_json:
         print_json([{"name": name, **asdict(result)} for name, result in results.items()])
@@ -104,7 +103,6 @@ def _compare(folder: Path, state: Path) -> Verified:
 
 
 def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
-    """Return the status of every sweep: running ones first, then by the time of the last change."""
     statuses = [read(folder, Store(state), _about) for folder in sweeps]
     return sorted(statuses, key=lambda sweep: (sweep.controller is None, sweep.quiet_s or 0.0))
 
@@ -227,7 +225,6 @@ def _failure_lines(failures: list[Failure]) -> list[Text]:
 
 
 def _table(sweeps: list[Status]) -> Table:
-    """Return a table of sweeps with their answers, one line each."""
     behind, rows = any(sweep.mlflow_behind for sweep in sweeps), []
     for sweep in sweeps:
         mlflow = [f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "-"] * behind

@@ -85,7 +85,6 @@ def _find_trial(prefix: str, members: list[Member]) -> Member:
 
 
 def _stop_effect(subject: str, members: list[Member]) -> str:
-    """Describe what stopping these members does; InputError if none of them runs or waits."""
     counts = Counter({member.id: member.status for member in members}.values())
     parts = [
         f"{counts[status]} {name} trial{'' if counts[status] == 1 else 's'} will {end}"

@@ -112,8 +112,6 @@ def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: 
 
 
 def _require_runnable(file: Path, experiment: Experiment, settings: Settings) -> list[str]:
-    """Return notes on the state folder and the device; InputError if the sweep cannot be run with these
-    settings."""
     if experiment.keys.budget.cost is not None and settings.price is None:
         raise InputError(
             f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"

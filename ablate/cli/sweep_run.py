@@ -74,7 +74,6 @@ class SweepRun:
             self.screen.lines(*(self.hook.close() if self.hook else ()))
 
     def _steps(self) -> str:
-        """Run the trials with a live view, print the answer, and return the status of the outcome."""
         from ablate.cli.executor import StartingExecutor, View
         from ablate.execution.workers import ClusterError, ClusterLost
         from ablate.verification.checkup import COMMAND, Checkup, Unfit
@@ -118,7 +117,6 @@ class SweepRun:
         return outcome.status
 
     def _print_outcome(self, outcome: Outcome) -> None:
-        """Print the answer, what went wrong, what ran, and where the report is."""
         reused = f", {outcome.reused} already done" if outcome.reused else ""
         failed = f", {outcome.failed} failed" if outcome.failed else ""
         counts = f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}"
@@ -136,7 +134,6 @@ class SweepRun:
         self.screen.lines(*last)  # whole: it ends with the line of the user's code
 
     def _print_report(self) -> None:
-        """Write the report unless it is up to date, and print its path."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
         if self.options.report and not is_current(settings.state, name):

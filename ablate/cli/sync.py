@@ -90,7 +90,6 @@ def _sync_all(
 
 
 def _sync(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:
-    """Send the records of one sweep, whose lock is held; return True if MLflow then has all of them."""
     check(folder, f"{folder.name}.yaml")
     open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
     from ablate.execution.projections import Mirror  # pandas

@@ -110,7 +110,6 @@ class MlflowServer:
         return Served("MLflow", page(address, experiment) if experiment else address, hint)
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait until the server answers; return the reason if it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if process.poll() is not None:

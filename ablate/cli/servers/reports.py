@@ -182,7 +182,6 @@ def _item(state: Path, folder: Path) -> str:
 
 
 def _facts(folder: Path) -> tuple[str, Counter[str]]:
-    """Return a sweep's question and its runs by status, or the reason why its ledger cannot be read."""
     try:
         with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
             counts = Counter(member.status for member in ledger.members())
