@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from ablate.verification.conformance.run import Findings
 
 _WIDTH, _NAME = 80, 28
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=2**62,
-        help="Seed of the data; default: 0. For dumps that the emulator wrote: the seed of their run.",
-    ),
-]
 _STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "cyan", "n/a": "dim"}
 
 
@@ -38,7 +30,7 @@ def conform(
     only: Annotated[list[str] | None, typer.Option(metavar="PROPERTY")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     device: str = "cpu",
-    seed: Seed = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**62)] = None,
     save: Annotated[Path | None, typer.Option(metavar="CSV")] = None,
     demo: bool = False,
 ) -> None:
@@ -55,6 +47,7 @@ def conform(
         only: Examine this property only; repeatable.
         as_json: Print JSON instead of a table.
         device: Device of the tensors that it is handed.
+        seed: Seed of the data; default: 0. For dumps that the emulator wrote: the seed of their run.
         save: Write every number of the wrong stages to this file.
         demo: Show a published fault, injected and detected.
     """

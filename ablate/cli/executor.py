@@ -43,12 +43,9 @@ class StartingExecutor:
         self._begun = True
         self._checkup.start()
         if (settings := self._settings).executor != "inline":
-            gpus, ranks = (
-                self._resources.gpus_of(settings.device),
-                self._resources.layout(settings.device).ranks,
-            )
-            place = settings.ray, settings.workers, gpus, ranks
-            self._pool = self._thread.submit(lambda: Pool(*place, console().print))
+            gpus, layout = self._resources.gpus_of(settings.device), self._resources.layout(settings.device)
+            given = settings.ray, settings.workers, gpus, layout.ranks
+            self._pool = self._thread.submit(lambda: Pool(*given, console().print))
 
     def __call__(self) -> Executor:
         """Return the executor once the check has passed. Unfit if it has not: the executor is closed;

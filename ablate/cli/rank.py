@@ -41,32 +41,28 @@ _SILENT_SECONDS = 5.0
 
 
 def rank(
-    recipes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE]...", help="Presets or recipe files; default: 8 of the NVFP4 family."
-        ),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Rank every preset.")] = False,
-    model: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Model of transformers, or its config.json alone.")
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(metavar="FILE:FUNCTION", help="Function of a trial, or an experiment."),
-    ] = None,
-    dumps: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Dumps of x, w and dy, as `ablate conform` reads them."),
-    ] = None,
-    batches: Annotated[int, typer.Option(min=1, max=3, help="Batches, or steps of --python.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    recipes: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE]...")] = None,
+    every: Annotated[bool, typer.Option("--all")] = False,
+    model: Annotated[str | None, typer.Option(metavar="FOLDER")] = None,
+    python: Annotated[str | None, typer.Option(metavar="FILE:FUNCTION")] = None,
+    dumps: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None,
+    batches: Annotated[int, typer.Option(min=1, max=3)] = 3,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Order recipes by the quantisation error of their operands on one step of a bf16 model.
 
     One recipe comes before another if its error is lower and its bias not higher. It cannot order stochastic
     rounding against rounding to nearest, or a rotation of a gradient alone: training decides. How often the
     order is that of training is printed below the table (docs/use/rank.md).
+
+    Args:
+        recipes: Presets or recipe files; default: 8 of the NVFP4 family.
+        every: Rank every preset.
+        model: Model of transformers, or its config.json alone.
+        python: Function of a trial, or an experiment.
+        dumps: Dumps of x, w and dy, as `ablate conform` reads them.
+        batches: Batches, or steps of --python.
+        as_json: Print JSON instead of a table.
     """
     names = list(dict.fromkeys(recipes or (PRESETS if every else DEFAULT)))
     sources = [source for source in (model, python, dumps) if source is not None]
