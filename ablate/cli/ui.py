@@ -49,24 +49,11 @@ class Ports:
     reports_port: _Port = None
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Address of the dashboard and the reports, and host names under which they answer.
-
-    Args:
-        host: Address on which the dashboard and the reports listen, without a password; 127.0.0.1: this
-          machine only.
-        allowed_hosts: More host names, separated by commas, for the URLs of the dashboard and the reports.
-          (ABLATE_ALLOWED_HOSTS)
-    """
-
-    host: str = HOST
-    allowed_hosts: Annotated[str, typer.Option(envvar="ABLATE_ALLOWED_HOSTS", show_envvar=False)] = ""
-
-
 def ui(
     ports: Ports,
-    hosts: Hosts,
+    *,
+    host: str = HOST,
+    allowed_hosts: Annotated[str, typer.Option(envvar="ABLATE_ALLOWED_HOSTS", show_envvar=False)] = "",
     flags: MlflowFlags,
     sweep: Annotated[str | None, typer.Argument(metavar="[X]", autocompletion=complete_sweeps)] = None,
     wait: bool = False,
@@ -75,10 +62,14 @@ def ui(
     Ctrl-C.
 
     Args:
+        host: Address on which the dashboard and the reports listen, without a password; 127.0.0.1: this
+          machine only.
+        allowed_hosts: More host names, separated by commas, for the URLs of the dashboard and the reports.
+          (ABLATE_ALLOWED_HOSTS)
         sweep: Sweep that the addresses lead to, by name or YAML file; default: the last one that ran.
         wait: Start even if no sweep has run yet, as a service does.
     """
-    settings, screen, names = flags.settings(), console(), own_names(hosts.host, hosts.allowed_hosts)
+    settings, screen, names = flags.settings(), console(), own_names(host, allowed_hosts)
     state, handler = settings.state, partial(ReportHandler, settings.state, names)
     sweeps = folders(state, [sweep] if sweep else None)
     if not (sweeps or wait):
@@ -87,10 +78,10 @@ def ui(
         )
     name = max(sweeps, key=changed).name if sweeps else None
     optuna = bind_first_free(
-        "optuna", ports.optuna_port, lambda port: _WsgiServer((hosts.host, port), _QuietHandler)
+        "optuna", ports.optuna_port, lambda port: _WsgiServer((host, port), _QuietHandler)
     )
     reports = bind_first_free(
-        "reports", ports.reports_port, lambda port: ThreadingHTTPServer((hosts.host, port), handler)
+        "reports", ports.reports_port, lambda port: ThreadingHTTPServer((host, port), handler)
     )
     mlflow = MlflowServer(settings, ports.mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
