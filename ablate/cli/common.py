@@ -90,13 +90,14 @@ def _closed_pipe_exits() -> Iterator[None]:
 def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
     """Return a sentence on a file of the state folder that cannot be used: a folder, a link that leads
     nowhere, or a file that cannot be written is in its place. None for any other error."""
+    path: str | None
     kind = "file that can be read and written"
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorname", "")
         named = code.startswith(("SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY"))
         path, why = ", ".join(getattr(error, "__notes__", ())), str(error)
     else:
-        path, why = error.filename2 or error.filename, error.strerror
+        path, why = error.filename2 or error.filename, str(error.strerror)
         named = isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError)
         if isinstance(error, NotADirectoryError) and path:  # a file is in the place of one of its folders
             kind, path = "folder", str(next((part for part in Path(path).parents if part.is_file()), path))
@@ -216,7 +217,7 @@ def filled(template: str, **values: object) -> str:
 
 def plain_table(
     *names: str,
-    rows: Iterable[Iterable[str | Text]] = (),
+    rows: Iterable[Iterable[Any]] = (),
     right: Collection[str] = (),
     style: str = "bold",
 ) -> Table:

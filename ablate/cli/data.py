@@ -134,7 +134,7 @@ def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
 def _described(source: str) -> Iterator[tuple[str, str]]:
     """Yield names and values of a source that needs no file, a prepared folder, or token shards."""
     folder = Path(source).expanduser()
-    if source in ("stdlib", "prose"):
+    if source == "stdlib" or source == "prose":
         corpus = open_corpus(source)
         yield "train", f"{len(corpus.train):,} tokens"
         yield "val", f"{len(corpus.val):,} tokens"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ablate.verification.check_result import Row
     from ablate.verification.parity import ParityDocument, ParityRun
 
-    Groups = Callable[[Callable[[str], object] | None], Iterator[tuple[str, list[Row]]]]
+    Groups = Callable[[Callable[[str], None] | None], Iterator[tuple[str, list[Row]]]]
 
 _WIDEST = 132
 _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")}

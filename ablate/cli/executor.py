@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Self
 
 from rich.console import Console
@@ -102,8 +103,8 @@ class View:
         if self.quiet or not self.console.is_terminal or self.console.is_dumb_terminal:
             yield self
             return
-        options = {"refresh_per_second": 4, "transient": True, "get_renderable": self._renderable}
-        with Live(console=self.console, **options) as self._live:
+        live = partial(Live, console=self.console, refresh_per_second=4, transient=True)
+        with live(get_renderable=self._renderable) as self._live:
             yield self
         self._live = None
 

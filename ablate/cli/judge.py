@@ -4,7 +4,7 @@ import re
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -83,7 +83,8 @@ class QuestionFlags:
     def question(self, floor: str | None = None) -> Question:
         """Return the question to runs; `floor`: arm with reruns of one configuration."""
         against, metric = self.against or "", metric_of_text(self.metric)
-        direction = None if self.maximize is None else "maximize" if self.maximize else "minimize"
+        direction: Literal["minimize", "maximize"] | None = "maximize" if self.maximize else "minimize"
+        direction = None if self.maximize is None else direction
         ignored, without = self.ignore or (), self.without or ()
         return Question(against, metric, self.min_effect, direction, ignored, without, floor, self.at)
 

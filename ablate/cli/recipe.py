@@ -141,7 +141,7 @@ def print_differences(
     screen: Console, changes: Sequence[tuple[str, str, str]], first: str, second: str
 ) -> None:
     """Print what `differences` found, under the names of the two recipes."""
-    rows = ((path, *map(Text, values)) for path, *values in changes)
+    rows = ((path, Text(one), Text(other)) for path, one, other in changes)
     screen.print(plain_table("field", first, second, rows=rows))
 
 

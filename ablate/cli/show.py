@@ -198,8 +198,8 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
     for number, (a, b, result) in enumerate(found):
         screen.print(*([""] if number else []), Text(f"{b.name}, minus {a.name}", "bold"))
         lines = [(path, *map(json.dumps, values)) for path, values in (result.parts | result.origin).items()]
-        names = ("", one_line(a.name), one_line(b.name))
-        columns = [Column[tuple[str, ...]](name, itemgetter(place)) for place, name in enumerate(names)]
+        heads = ("", one_line(a.name), one_line(b.name))
+        columns = [Column[tuple[str, ...]](name, itemgetter(place)) for place, name in enumerate(heads)]
         same = "The same recipe, workload, data and versions."
         screen.print(Table("differences", lines, columns).terminal() if lines else same)
         screen.print(Text(_sentence(a.metric, len(a.values), result.same, result.difference, result.why)))

@@ -135,7 +135,7 @@ def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
     if readable := [sweep for sweep in rest if not sweep.trouble]:
         parts += [_table(readable), ""]
     unreadable = [sweep for sweep in rest if sweep.trouble and sweep not in detailed]
-    lines = [Text.assemble((f"{each.name}  ", "bold"), (each.trouble, "red")) for each in unreadable]
+    lines = [Text.assemble((f"{each.name}  ", "bold"), (each.trouble or "", "red")) for each in unreadable]
     return Group(*([*parts, *lines] if lines else parts[:-1]))
 
 
