@@ -78,13 +78,7 @@ def calibrate(
             " each. Give more seeds (--seeds), more steps, or another arm (--bad). Nothing is written."
         )
         raise typer.Exit(FAILED)
-    count = chosen.proposed_seeds()
-    screen.print(
-        f"Sharpest: {chosen.name}. With {count} seeds of {arms} arms a 95 % interval is expected to be"
-        f" ±{chosen.half_width(count):.2g} wide (at most ±{chosen.half_width(count, True):.2g} with a chance"
-        f" of 80 %), after {duration(count * chosen.seconds(arms))} of one worker. A fifth of the known-bad"
-        f" arm's damage is {chosen.goal:.2g}."
-    )
+    screen.print(_sharpest(chosen, count := chosen.proposed_seeds(), arms))
     if chosen.design and experiment.keys.published:
         screen.print(f"{file} has published figures of full runs, which forks do not measure: not written.")
     elif not dry_run:
@@ -99,6 +93,15 @@ def _run(path: Path, settings: Settings, flags: DeviceFlags, workers: int | None
     options += ["--workers", str(workers)] if workers else []
     command = own_command("ablate.sweep", str(path), "--quiet", "--no-report", *options)
     return subprocess.run(command, check=False).returncode
+
+
+def _sharpest(chosen: "Candidate", seeds: int, arms: int) -> str:
+    return (
+        f"Sharpest: {chosen.name}. With {seeds} seeds of {arms} arms a 95 % interval is expected to be"
+        f" ±{chosen.half_width(seeds):.2g} wide (at most ±{chosen.half_width(seeds, True):.2g} with a chance"
+        f" of 80 %), after {duration(seeds * chosen.seconds(arms))} of one worker. A fifth of the known-bad"
+        f" arm's damage is {chosen.goal:.2g}."
+    )
 
 
 def _table(candidates: "Sequence[Candidate]", chosen: "Candidate", arms: int) -> Table:

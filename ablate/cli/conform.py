@@ -68,20 +68,13 @@ def conform(
     # What a subject prints must not stand within the JSON document.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         if demo:
-            from ablate.verification.conformance import demo as published
-            from ablate.verification.conformance.run import conform as examine
-
-            if not as_json:
-                screen.print(published.STORY)
-            findings = examine(published.faulty(), published.RECIPE, only=published.PROPERTIES, show=show)
+            findings = _demonstrated(screen, show, as_json)
         else:
             findings = _examined(subject, recipe, only, device, seed, show)
     if as_json:
         print_json(_document(findings, time.monotonic() - started))
     else:
-        for row in findings.rows[len(rows) :]:  # of a folder of dumps
-            print_row(screen, row)
-        _print_end(screen, findings, time.monotonic() - started)
+        _print_end(screen, findings, len(rows), time.monotonic() - started)
     if save is not None:
         try:
             count = findings.save(save)
@@ -131,6 +124,15 @@ def _examined(
     return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed or 0, show=show)
 
 
+def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
+    from ablate.verification.conformance import demo
+    from ablate.verification.conformance.run import conform as examine
+
+    if not as_json:
+        screen.print(demo.STORY)
+    return examine(demo.faulty(), demo.RECIPE, only=demo.PROPERTIES, show=show)
+
+
 # --- printing -------------------------------------------------------------------------------------
 
 
@@ -164,7 +166,9 @@ def print_row(screen: Screen, row: Row, known: bool = False) -> None:
         indented(f"first wrong stage: {row.stage}", "bold")
 
 
-def _print_end(screen: Screen, findings: "Findings", seconds: float) -> None:
+def _print_end(screen: Screen, findings: "Findings", printed: int, seconds: float) -> None:
+    for row in findings.rows[printed:]:  # of a folder of dumps
+        print_row(screen, row)
     if skipped := Counter(row.detail for row in findings.rows if row.outcome == "n/a"):
         reasons = "; ".join(f"{reason} ({count})" for reason, count in skipped.items())
         screen.print(Text(textwrap.fill(f"Not examined: {reasons}.", _WIDTH), "dim"))

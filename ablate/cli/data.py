@@ -134,8 +134,8 @@ def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
 def _described(source: str) -> Iterator[tuple[str, str]]:
     """Yield names and values of a source that needs no file, a prepared folder, or token shards."""
     folder = Path(source).expanduser()
-    if source == "stdlib" or source == "prose":
-        corpus = open_corpus(source)
+    if source in ("stdlib", "prose"):
+        corpus = open_corpus("prose" if source == "prose" else "stdlib")
         yield "train", f"{len(corpus.train):,} tokens"
         yield "val", f"{len(corpus.val):,} tokens"
         yield "tokenizer", f"bytes, {corpus.vocab} tokens"

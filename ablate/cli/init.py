@@ -8,6 +8,7 @@ import typer
 
 from ablate.cli.common import console, filled
 from ablate.errors import InputError
+from ablate.experiment.schema import json_schema
 from ablate.files import no_folder_name
 
 STACKS = {"torchtitan": "_job.sh", "megatron": "_job.sh", "hf": "_train.py"}
@@ -47,8 +48,6 @@ def init(
         folder: Folder to write to.
     """
     if schema:
-        from ablate.experiment.schema import json_schema
-
         print(json.dumps(json_schema(), indent=2))
         return
     if why := no_folder_name(name):
@@ -71,6 +70,18 @@ def init(
         files = {f"{name}.yaml": filled("map.yaml" if by_map else "experiment.yaml", **values)}
         files |= {f"{name}_train.py": filled("training.py", **values)} if training else {}
         files |= {f"{name}_rounding.py": filled("rounding.py")} if rounding else {}
+    _write(folder, files)
+    screen = console()
+    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
+    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
+    if training and forks:
+        start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
+        screen.print(f"Next: python {folder / name}_train.py writes {start}; or save yours there")
+    screen.print(f"Next: ablate {'check' if training or rounding or images else 'plan'} {folder / subject}")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """Write files by name; InputError if one exists already, or cannot be written."""
     if there := [folder / file for file in files if (folder / file).exists()]:
         raise InputError(*[f"{file}: exists already; give another name" for file in there])
     try:
@@ -79,13 +90,6 @@ def init(
             (folder / file).write_text(text)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
-    screen = console()
-    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
-    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
-    if training and forks:
-        start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
-        screen.print(f"Next: python {folder / name}_train.py writes {start}; or save yours there")
-    screen.print(f"Next: ablate {'check' if training or rounding or images else 'plan'} {folder / subject}")
 
 
 def _image_files(name: str) -> dict[str, str]:

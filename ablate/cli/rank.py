@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,21 +81,13 @@ def rank(
     note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
     workload = None if python is None else _workload(python)
     with passed_over(set()) as others:
-        if dumps is not None:
-            found = _dumped(dumps)
-        elif workload is not None:
+        if workload is not None:
             found = operand_capture.of_workload(workload, f"--python {python}", batches)
         elif model is not None:
             found = operand_capture.of_model(model, batches)
         else:
-            found = operand_capture.built_in(batches, note)
-    started = time.monotonic()
-    due = Due(_SILENT_SECONDS)
-
-    def show(count: int) -> None:
-        if due():
-            note(f"{count / found.total:.0%} of the operands cast")
-
+            found = operand_capture.built_in(batches, note) if dumps is None else _dumped(dumps)
+    started, show = time.monotonic(), _progress(note, found.total)
     measured = measure(made, found.batches, found.layers, found.fixed, progress=show, titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     if model is None and dumps is None:
@@ -104,8 +96,19 @@ def rank(
     about = f"{source}, {_described(found, measured, others)}"
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
-        return
-    _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s")
+    else:
+        _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s")
+
+
+def _progress(note: Callable[[str], None], total: int) -> Callable[[int], None]:
+    """Return a function that notes the share of `total` that is finished, if the last line is old."""
+    due = Due(_SILENT_SECONDS)
+
+    def show(count: int) -> None:
+        if due():
+            note(f"{count / total:.0%} of the operands cast")
+
+    return show
 
 
 def _described(found: "Capture", measured: "Sequence[RecipeErrors]", others: Collection[str]) -> str:

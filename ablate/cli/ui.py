@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ablate.cli.common import DONE, console, plain_table
+from ablate.cli.common import console, plain_table
 from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.cli.servers.mlflow import HOST, MlflowServer, Served, bind_first_free
 from ablate.cli.servers.reports import ReportHandler, guarded_application, own_names
@@ -73,13 +73,10 @@ def ui(
     state, handler = settings.state, partial(ReportHandler, settings.state, names)
     sweeps = folders(state, [sweep] if sweep else None)
     if not (sweeps or wait):
-        raise InputError(
-            f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"
-        )
+        why = "no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"
+        raise InputError(f"{state}: {why}")
     name = max(sweeps, key=changed).name if sweeps else None
-    optuna = bind_first_free(
-        "optuna", ports.optuna_port, lambda port: _WsgiServer((host, port), _QuietHandler)
-    )
+    optuna = bind_first_free("optuna", ports.optuna_port, lambda port: _WsgiServer((host, port), _Quiet))
     reports = bind_first_free(
         "reports", ports.reports_port, lambda port: ThreadingHTTPServer((host, port), handler)
     )
@@ -111,7 +108,6 @@ def ui(
                 signal.pause()
     except KeyboardInterrupt:
         screen.print("Ended.")
-    raise typer.Exit(DONE)
 
 
 def _serve(server: TCPServer, stack: ExitStack) -> str:
@@ -127,7 +123,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
-class _QuietHandler(WSGIRequestHandler):
+class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
 
