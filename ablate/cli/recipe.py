@@ -99,9 +99,9 @@ def show(
     for product, equation in EQUATIONS.items():
         screen.print(Text(f"{equation}   {outline(getattr(recipe, product))}", style="cyan"))
         cells = (rows[f"{product}.{operand}"] for operand in getattr(recipe, product).operands)
-        table = plain_table(*HEADER, rows=cells, style="dim")
-        for column, width in zip(table.columns, widths, strict=True):
-            column.min_width = width
+        table = plain_table(*HEADER, rows=cells, style="")
+        for column, name, width in zip(table.columns, HEADER, widths, strict=True):
+            column.header, column.min_width = Text(name, "dim"), width
         screen.print(table, "")
     for line in rest(recipe):
         screen.print(Text(line))
