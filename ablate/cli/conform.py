@@ -13,7 +13,6 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
 from ablate.errors import InputError, first_line, nearest, one_line
-from ablate.experiment import recipe_source
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.result import Row, counts
 
@@ -96,10 +95,11 @@ def _examined(
 ) -> "Findings":
     if recipe not in PRESETS and not Path(recipe).suffix:
         raise InputError(f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}")
+    from ablate.experiment.recipe_source import load
     from ablate.verification.conformance.source import find, names
 
     try:
-        made = recipe_source.load(recipe)
+        made = load(recipe)
     except ValueError as error:
         raise InputError(f"--as {error}") from None
 

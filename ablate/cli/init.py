@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ablate.cli.common import console, filled
 from ablate.errors import InputError
-from ablate.experiment.schema import json_schema
 from ablate.files import no_folder_name
 
 STACKS = {"torchtitan": "_job.sh", "megatron": "_job.sh", "hf": "_train.py"}
@@ -48,6 +48,8 @@ def init(
         folder: Folder to write to.
     """
     if schema:
+        from ablate.experiment.schema import json_schema
+
         print(json.dumps(json_schema(), indent=2))
         return
     if why := no_folder_name(name):
@@ -70,9 +72,8 @@ def init(
         files = {f"{name}.yaml": filled("map.yaml" if by_map else "experiment.yaml", **values)}
         files |= {f"{name}_train.py": filled("training.py", **values)} if training else {}
         files |= {f"{name}_rounding.py": filled("rounding.py")} if rounding else {}
-    _write(folder, files)
     screen = console()
-    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
+    _write(folder, files, screen)
     subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
     if training and forks:
         start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
@@ -80,8 +81,8 @@ def init(
     screen.print(f"Next: ablate {'check' if training or rounding or images else 'plan'} {folder / subject}")
 
 
-def _write(folder: Path, files: dict[str, str]) -> None:
-    """Write files by name; InputError if one exists already, or cannot be written."""
+def _write(folder: Path, files: dict[str, str], screen: Console) -> None:
+    """Write files by name, and print their paths; InputError if one exists, or cannot be written."""
     if there := [folder / file for file in files if (folder / file).exists()]:
         raise InputError(*[f"{file}: exists already; give another name" for file in there])
     try:
@@ -90,6 +91,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             (folder / file).write_text(text)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
+    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
 
 
 def _image_files(name: str) -> dict[str, str]:
