@@ -8,19 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from ablate.reports.figures.style import (
-    COLOURS,
-    HATCHES,
-    Picture,
-    canvas,
-    finished,
-    house,
-    legend,
-    name_column,
-    panels,
-    rows,
-    stem,
-)
+from ablate.reports.figures.style import COLOURS, HATCHES, Drawing, Picture, house, name_column, rows
 
 Line = Mapping[str, Any]
 """One measurement: values of any kind by column name."""
@@ -34,11 +22,13 @@ _ENGINES = {
 
 
 def _look(position: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[position % len(COLOURS)],
-        "hatch": HATCHES[position % len(HATCHES)],
-        "edgecolor": "white",
-    }
+    colour, hatch = COLOURS[position % len(COLOURS)], HATCHES[position % len(HATCHES)]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+
+
+def _middles(names: Sequence[str], labels: Sequence[str], place: float, thick: float) -> list[float]:
+    """Return the heights of bars in the rows of their names. `place`: of the bar in its row, 0 the middle."""
+    return [labels.index(name) + place * thick for name in names]
 
 
 @house
@@ -52,35 +42,31 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
     if not lines:
         return None
     data = pd.DataFrame(lines)
-    varying = [
-        name for name in ("shape", "dtype") if name in data and name != label and data[name].nunique() > 1
-    ]
+    several = [name for name in ("shape", "dtype") if name in data and data[name].nunique() > 1]
+    varying = [name for name in several if name != label]
     data["panel"] = data[varying].astype(str).agg(", ".join, axis=1) if varying else ""
     parts, labels, hues = (list(dict.fromkeys(data[name])) for name in ("panel", label, hue))
-    question = f"What does each {hue} reach in {value}, by {label}?"
-    columns = min(2, len(parts))
+    columns, names = min(2, len(parts)), [str(name) for name in labels]
     height = (len(labels) * (0.16 * len(hues) + 0.14) + 0.9) * -(-len(parts) // columns) + 0.3
-    body = canvas(question, 4.4 * columns + name_column(map(str, labels)), height)
-    thick = 0.8 / len(hues)
-    for axes, part in zip(panels(body, len(parts), columns, sharex=True, sharey=True), parts, strict=True):
-        rows(axes, [str(name) for name in labels])
+    question = f"What does each {hue} reach in {value}, by {label}?"
+    drawing = Drawing(question, 4.4 * columns + name_column(names), height)
+    thick, drawn = 0.8 / len(hues), {}
+    every = drawing.panels(len(parts), columns, sharex=True, sharey=True)
+    for axes, part in zip(every, parts, strict=True):
+        rows(axes, names)
         for position, name in enumerate(hues):
-            means = (
-                data[(data["panel"] == part) & (data[hue] == name)].groupby(label, sort=False)[value].mean()
-            )
-            middles = [labels.index(each) + (position - (len(hues) - 1) / 2) * thick for each in means.index]
-            axes.barh(middles, means, thick, linewidth=0, label=str(name), **_look(position))
+            selected = data[(data["panel"] == part) & (data[hue] == name)]
+            means = selected.groupby(label, sort=False)[value].mean()
+            middles = _middles([*means.index], labels, position - (len(hues) - 1) / 2, thick)
+            axes.barh(middles, means, thick, label=str(name), **_look(position))
         axes.set_title(part)
         axes.tick_params(labelbottom=True)
-    for axes in body.axes[-columns:]:
+        handles, texts = axes.get_legend_handles_labels()
+        drawn |= dict(zip(texts, handles, strict=True))
+    for axes in every[-columns:]:
         axes.set_xlabel(value)
-    drawn = {
-        name: handle
-        for axes in body.axes
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    legend(body, list(drawn.values()), list(drawn), "outside lower center")
-    return finished(stem("bars", value), question, body, data.drop(columns="panel"))
+    drawing.legend(list(drawn.values()), list(drawn), "outside lower center")
+    return drawing.picture(data.drop(columns="panel"), "bars", value)
 
 
 @house
@@ -94,26 +80,23 @@ def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) 
     if not lines:
         return None
     data = pd.DataFrame(
-        [
-            {label: line[label], "part": part, "share": line[part], value: line[value] * line[part]}
-            for line in lines
-            for part in parts
-        ]
+        {label: line[label], "part": part, "share": line[part], value: line[value] * line[part]}
+        for line in lines
+        for part in parts
     )
     names = [str(line[label]) for line in lines]
-    question = "Where does a step spend its time?"
-    body = canvas(question, 6 + name_column(names), 0.5 * len(lines) + 1.1)
-    axes = body.subplots()
+    height = 0.5 * len(lines) + 1.1
+    drawing = Drawing("Where does a step spend its time?", 6 + name_column(names), height)
+    axes = drawing.body.subplots()
     rows(axes, names)
-    begins = np.zeros(len(lines))
-    handles = []
+    begins, handles = np.zeros(len(lines)), []
     for position, part in enumerate(parts):
         widths = data.loc[data["part"] == part, value].to_numpy(float)
-        handles.append(axes.barh(range(len(lines)), widths, 0.7, begins, linewidth=0, **_look(position)))
+        handles.append(axes.barh(range(len(lines)), widths, 0.7, begins, **_look(position)))
         begins += widths
     axes.set_xlabel(value)
-    legend(body, handles, parts, "outside lower center")
-    return finished(stem("shares", value), question, body, data)
+    drawing.legend(handles, parts, "outside lower center")
+    return drawing.picture(data, "shares", value)
 
 
 @house
@@ -136,49 +119,32 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
         for line in lines
     ).astype({"peak": float, "share": float})
     shapes, presets = (list(dict.fromkeys(data[name])) for name in ("shape", "preset"))
-    question = "How much of the hardware does a linear layer use?"
-    body = canvas(
-        question, 7.6 + name_column(shapes), len(shapes) * (0.2 * len(presets) + 0.22) + 0.9, *notes
-    )
-    thick = 0.84 / len(presets)
-    looks = {name: _look(position) for position, name in enumerate(presets)}
-    for axes, way in zip(panels(body, 2, 2, sharex=True, sharey=True), ("forward", "backward"), strict=True):
+    width, height = 7.6 + name_column(shapes), len(shapes) * (0.2 * len(presets) + 0.22) + 0.9
+    drawing = Drawing("How much of the hardware does a linear layer use?", width, height, *notes)
+    thick, both = 0.84 / len(presets), drawing.panels(2, 2, sharex=True, sharey=True)
+    for axes, way in zip(both, ("forward", "backward"), strict=True):
         rows(axes, shapes)
         for position, name in enumerate(presets):
-            part = data[(data["pass"] == way) & (data["preset"] == name)]
-            middles = [
-                shapes.index(shape) + (position - (len(presets) - 1) / 2) * thick for shape in part["shape"]
-            ]
-            _tracks(axes, middles, part, unit, thick, looks[name]["color"])
-            axes.barh(middles, part[unit], thick, linewidth=0, label=name, **looks[name])
+            part, look = data[(data["pass"] == way) & (data["preset"] == name)], _look(position)
+            middles = _middles([*part["shape"]], shapes, position - (len(presets) - 1) / 2, thick)
+            _tracks(axes, middles, part, unit, thick, look["color"])
+            axes.barh(middles, part[unit], thick, label=name, **look)
         axes.set(title=way, xlabel=f"{unit} (more is better)")
         axes.set_xlim(0, 1.14 * data[[unit, "peak"]].max(axis=None))
-    handles, names = body.axes[0].get_legend_handles_labels()
-    legend(
-        body,
-        [*handles, Line2D([], [], color="0.2", linewidth=1.4)],
-        [*names, "peak, and the share of it"],
-        "outside lower center",
-    )
-    return finished(stem("speeds", unit), question, body, data)
+    handles, names = both[0].get_legend_handles_labels()
+    peak = Line2D([], [], color="0.2", linewidth=1.4)
+    drawing.legend([*handles, peak], [*names, "peak, and the share of it"], "outside lower center")
+    return drawing.picture(data, "speeds", unit)
 
 
 def _tracks(
     axes: Axes, middles: Sequence[float], part: pd.DataFrame, unit: str, thick: float, colour: str
 ) -> None:
     """Draw a pale bar up to each known peak, with a line at the peak and the share of it behind the bars."""
+    beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 7, "color": "0.3"}
     for middle, speed, peak, share in zip(middles, part[unit], part["peak"], part["share"], strict=True):
         if np.isfinite(peak):
             axes.barh(middle, peak, thick, linewidth=0, color=colour, alpha=0.13)
             axes.vlines(peak, middle - thick / 2, middle + thick / 2, color="0.2", linewidth=1.4)
-            at = max(speed, peak)
-            text = axes.annotate(
-                f"{share:.0%}",
-                (at, middle),
-                (4, 0),
-                textcoords="offset points",
-                va="center",
-                size=7,
-                color="0.3",
-            )
+            text = axes.annotate(f"{share:.0%}", (max(speed, peak), middle), (4, 0), **beside)
             text.set_in_layout(False)

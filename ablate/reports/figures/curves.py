@@ -2,11 +2,11 @@
 error that falls with the number of draws."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
@@ -14,18 +14,14 @@ from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric, Published
 from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
+    Drawing,
     Mark,
     Picture,
     best_of,
     better,
-    canvas,
-    finished,
     house,
     label,
-    legend,
     log_axis,
-    panels,
-    stem,
 )
 from ablate.results.intervals import Interval
 
@@ -42,27 +38,26 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
     selected = tables.long_enough(tables.of(records, metric.name), ["arm"])
     if selected.empty:
         return None
-    question = f"How does {metric.name} develop?"
-    body, lines, looks = _mean_lines(records, selected, metric, question)
-    axes = body.axes[0]
+    drawing, axes, lines, _ = _mean_lines(records, selected, metric, f"How does {metric.name} develop?")
     axes.set(xlabel="step", ylabel=metric.name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    name_lines(body, looks)
-    return finished(stem("curves", metric.name), question, body, lines)
+    return drawing.picture(lines, "curves", metric.name)
 
 
 def _mean_lines(
     records: pd.DataFrame, selected: pd.DataFrame, metric: Metric, question: str, note: str = ""
-) -> tuple[SubFigure, pd.DataFrame, dict[str, Mark]]:
+) -> tuple[Drawing, Axes, pd.DataFrame, dict[str, Mark]]:
     """Draw each arm's mean over seeds at each step, with a band from the smallest to the largest seed; return
-    the part with the axes, the drawn numbers, and the mark of each arm."""
+    the figure, its axes, the drawn numbers, and the mark of each arm."""
     shown, total = tables.arms(selected, metric)
     lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     band = _band(lines, "from the smallest to the largest seed")
-    body = canvas(question, 7.5, max(3.6, 0.3 * len(shown) + 0.4), note, band, best_of(len(shown), total))
-    looks = tables.looks(records, shown)
-    draw_lines(body.subplots(), lines, "step", looks)
-    return body, lines, looks
+    height = max(3.6, 0.3 * len(shown) + 0.4)
+    drawing = Drawing(question, 7.5, height, note, band, best_of(len(shown), total))
+    axes, looks = drawing.body.subplots(), tables.looks(records, shown)
+    draw_lines(axes, lines, "step", looks)
+    name_lines(drawing, looks)
+    return drawing, axes, lines, looks
 
 
 @house
@@ -86,9 +81,9 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     margin = _margin(table, gaps, metric)
     matters = f"Grey: smaller than {margin:g}, the smallest gap that matters." if margin else ""
     rows = -(-len(shown) // _COLUMNS)
-    body = canvas(question, 10.0, 0.5 + 1.6 * rows, note, matters, best_of(len(shown), total))
+    drawing = Drawing(question, 10.0, 0.5 + 1.6 * rows, note, matters, best_of(len(shown), total))
     looks = tables.looks(table, shown)
-    every = panels(body, len(shown), _COLUMNS, sharex=True, sharey=True)
+    every = drawing.panels(len(shown), _COLUMNS, sharex=True, sharey=True)
     for number, (axes, name) in enumerate(zip(every, shown, strict=True)):
         axes.axhline(0, color="0.4", linewidth=1)
         if margin:
@@ -101,11 +96,11 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
         axes.set_title(label(name, 30), loc="left", size="small", weight="bold")
         log_axis(axes.xaxis)
         if number % _COLUMNS == 0:
-            axes.set_ylabel(f"arm minus baseline\n({better(metric.direction == 'minimize')})", size="small")
+            axes.set_ylabel(f"arm minus baseline\n({better(metric)})", size="small")
         if number + _COLUMNS >= len(shown):
             axes.set_xlabel(over)
             axes.tick_params(labelbottom=True)
-    return finished(stem("gap_curve", metric.name), question, body, lines.rename(columns={"mean": "gap"}))
+    return drawing.picture(lines.rename(columns={"mean": "gap"}), "gap_curve", metric.name)
 
 
 def _gaps(selected: pd.DataFrame) -> pd.DataFrame:
@@ -120,8 +115,8 @@ def _gaps(selected: pd.DataFrame) -> pd.DataFrame:
         if arm.startswith(ELSEWHERE) or not (own <= other or other <= own)
     }
     if unpaired:
-        kept = [key not in unpaired for key in zip(selected["sweep"], selected["arm"], strict=True)]
-        selected = selected[kept]
+        keys = zip(selected["sweep"], selected["arm"], strict=True)
+        selected = selected[[key not in unpaired for key in keys]]
     key = ["sweep", "baseline", "seed", "step"]
     level = selected[["sweep", "arm", "seed", "step", "value"]].rename(
         columns={"arm": "baseline", "value": "level"}
@@ -163,31 +158,22 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
         for line in published
         if line.metric == metric and line.step and line.against is None and line.arm in shown
     ]
-    question = f"Does {metric} fall as 1 / draws?"
     note = "Lines are measured, diamonds published." if stated else ""
-    body, lines, drawn = _mean_lines(records, selected, main, question, note)
-    axes = body.axes[0]
+    question = f"Does {metric} fall as 1 / draws?"
+    drawing, axes, lines, drawn = _mean_lines(records, selected, main, question, note)
     for step, line in stated:
         axes.plot(step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
     steps = np.array([lines["step"].min(), lines["step"].max()])
     slope = 1.7 * lines["mean"].max() * steps[0] / steps  # above the lines, which would cover it
     axes.plot(steps, slope, color="0.5", linewidth=0.8)
-    axes.annotate(
-        "falls as 1 / draws",
-        (steps[0], slope[0]),
-        (10, 0),
-        textcoords="offset points",
-        color="0.4",
-        va="center",
-        size="small",
-    )
+    beside: dict[str, Any] = {"textcoords": "offset points", "color": "0.4", "va": "center", "size": "small"}
+    axes.annotate("falls as 1 / draws", (steps[0], slope[0]), (10, 0), **beside)
     axes.set(xscale="log", yscale="log", xlabel="independent draws in the mean", ylabel=metric)
     log_axis(axes.xaxis)
     log_axis(axes.yaxis)
     axes.grid()
-    name_lines(body, drawn)
     points = pd.DataFrame({"arm": line.arm, "step": step, "published": line.value} for step, line in stated)
-    return finished(stem("decay", metric), question, body, pd.concat([lines, points], ignore_index=True))
+    return drawing.picture(pd.concat([lines, points], ignore_index=True), "decay", metric)
 
 
 def _band(lines: pd.DataFrame, what: str) -> str:
@@ -205,17 +191,16 @@ def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark
         look = mark._asdict() | {"markersize": 4, "markevery": max(1, len(line) // 8), "linewidth": 1.4}
         axes.plot(line[over], line["mean"], **look, gid=f"arm-{number}-line-{place}")
         if (line["high"] > line["low"]).any():
-            band = axes.fill_between(
-                line[over], line["low"], line["high"], color=mark.color, alpha=0.18, linewidth=0
-            )
+            ends, pale = (line["low"], line["high"]), {"alpha": 0.18, "linewidth": 0}
+            band = axes.fill_between(line[over], *ends, color=mark.color, **pale)
             band.set_gid(f"arm-{number}-band-{place}")
 
 
-def name_lines(body: SubFigure, drawn: Mapping[str, Mark]) -> None:
+def name_lines(drawing: Drawing, drawn: Mapping[str, Mark]) -> None:
     """Add the legend of `draw_lines`."""
     handles = [Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in drawn.values()]
-    drawn_legend = legend(body, handles, list(drawn))
-    entries = zip(drawn_legend.legend_handles, drawn_legend.get_texts(), strict=True)
+    legend = drawing.legend(handles, list(drawn))
+    entries = zip(legend.legend_handles, legend.get_texts(), strict=True)
     for number, (handle, text) in enumerate(entries):
         text.set_gid(f"key-{number}-text")
         if handle:

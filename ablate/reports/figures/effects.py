@@ -3,12 +3,10 @@
 import itertools
 import json
 import math
-from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
@@ -16,19 +14,15 @@ from ablate.experiment.schema import Metric
 from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
     MOST_ARMS,
+    Drawing,
     Picture,
     best_of,
     better,
-    canvas,
-    finished,
     heat,
     house,
     label,
-    legend,
     marks,
-    panels,
     plain,
-    stem,
 )
 from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.reports.foremost import foremost
@@ -61,68 +55,47 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
     most = set(sorted(depends, key=lambda pair: -depends[pair])[:_MOST_PANELS])
     pairs = [pair for pair in depends if pair in most]
     means = {pair: _means(grid, *pair) for pair in pairs}
-    low, high = _range(means.values())
-    question = f"Does what one knob does to {metric.name} depend on another?"
+    every = np.concatenate([values.ravel() for values in means.values()])
     seeds = len(next(iter(grid.values.values())))
     rest = " and the other knobs" if len(grid.levels) > 2 else ""
-    note = f"Means over {seeds} seed{'s' * (seeds > 1)}{rest}; {better(metric.direction == 'minimize')}."
-    fewer = (
-        ""
-        if len(pairs) == len(depends)
-        else f"The {len(pairs)} of {len(depends)} pairs of knobs that depend on each other most."
-    )
+    note = f"Means over {seeds} seed{'s' * (seeds > 1)}{rest}; {better(metric)}."
+    fewer = f"The {len(pairs)} of {len(depends)} pairs of knobs that depend on each other most."
+    fewer = "" if len(pairs) == len(depends) else fewer
     columns = min(3, len(pairs))
-    tall = max(len(values) for values in means.values())
-    body = canvas(
-        question, 3.4 * columns + 1, (0.42 * min(tall, 10) + 1.5) * -(-len(pairs) // columns), note, fewer
-    )
-    drawn = panels(body, len(pairs), columns)
+    height = (0.42 * min(max(map(len, means.values())), 10) + 1.5) * -(-len(pairs) // columns)
+    question = f"Does what one knob does to {metric.name} depend on another?"
+    drawing = Drawing(question, 3.4 * columns + 1, height, note, fewer)
+    drawn = drawing.panels(len(pairs), columns)
     for axes, (one, other) in zip(drawn, pairs, strict=True):
         values = means[one, other]
-        texts = (
-            [[number(value) for value in line] for line in values]
-            if max(values.shape) <= _MOST_LEVELS
-            else None
+        texts = [[number(value) for value in line] for line in values]
+        small = max(values.shape) <= _MOST_LEVELS
+        image = heat(axes, values, every.min(), every.max(), texts if small else None)
+        down, across = (
+            [label(json.dumps(level), 16) for level in grid.levels[knob]] for knob in (one, other)
         )
-        image = heat(axes, values, low, high, texts)
-        axes.set_yticks(range(values.shape[0]), [label(json.dumps(level), 16) for level in grid.levels[one]])
-        axes.set_xticks(
-            range(values.shape[1]), [label(json.dumps(level), 16) for level in grid.levels[other]]
-        )
+        axes.set_yticks(range(len(down)), down)
+        axes.set_xticks(range(len(across)), across)
         axes.set(xlabel=plain(other), ylabel=plain(one))
-    body.colorbar(image, ax=drawn, label=metric.name, shrink=0.9).outline.set_visible(False)
+    drawing.body.colorbar(image, ax=drawn, label=metric.name, shrink=0.9).outline.set_visible(False)
     lines = [
-        {
-            "knob": one,
-            "level": json.dumps(first),
-            "other_knob": other,
-            "other_level": json.dumps(second),
-            "mean": means[one, other][a, b],
-            "seeds": seeds,
-        }
+        (one, json.dumps(first), other, json.dumps(second), means[one, other][a, b], seeds)
         for one, other in pairs
         for a, first in enumerate(grid.levels[one])
         for b, second in enumerate(grid.levels[other])
     ]
-    return finished(stem("interaction", metric.name), question, body, pd.DataFrame(lines))
-
-
-def _range(matrices: Iterable[np.ndarray]) -> tuple[float, float]:
-    every = np.concatenate([matrix.ravel() for matrix in matrices])
-    return float(every.min()), float(every.max())
+    data = pd.DataFrame(lines, columns=["knob", "level", "other_knob", "other_level", "mean", "seeds"])
+    return drawing.picture(data, "interaction", metric.name)
 
 
 def _means(grid: Grid, one: str, other: str) -> np.ndarray:
     """Return the mean at each pair of levels, [levels of one, levels of other]."""
-    return np.array(
-        [
-            [
-                np.mean(list(grid.mean(grid.cells(**{one: a, other: b})).values()))
-                for b in range(len(grid.levels[other]))
-            ]
-            for a in range(len(grid.levels[one]))
-        ]
-    )
+
+    def mean(a: int, b: int) -> float:
+        return float(np.mean(list(grid.mean(grid.cells(**{one: a, other: b})).values())))
+
+    rows, columns = (range(len(grid.levels[knob])) for knob in (one, other))
+    return np.array([[mean(a, b) for b in columns] for a in rows])
 
 
 @house
@@ -134,18 +107,13 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     equal hardware only.
     """
     best = foremost(arms, metric, MOST_ARMS)
-    shown = [
-        arm
-        for arm in best
-        if math.isfinite(arm.tokens_per_s) and arm.values and (arm.gap is None or arm.gap.pairs)
-    ]
+    measured = [arm for arm in best if math.isfinite(arm.tokens_per_s) and arm.values]
+    shown = [arm for arm in measured if arm.gap is None or arm.gap.pairs]
     if len(shown) < FEWEST_POINTS:
         return None
     gaps = {arm.name: 0.0 if arm.gap is None else arm.gap.mean for arm in shown}
-    minimize = metric.direction == "minimize"
-    unbeaten = front(
-        {arm.name: (arm.tokens_per_s, gaps[arm.name]) for arm in shown}, (-1, 1 if minimize else -1)
-    )
+    points = {arm.name: (arm.tokens_per_s, gaps[arm.name]) for arm in shown}
+    unbeaten = front(points, (-1, 1 if metric.direction == "minimize" else -1))
     data = pd.DataFrame(
         {
             "arm": arm.name,
@@ -157,17 +125,15 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
         }
         for arm in shown
     )
-    question = f"What does speed cost in {metric.name}?"
     note = "Ringed and joined: the arms that no other beats in both. Bars are paired intervals."
-    body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
-    axes = body.subplots()
+    question, few = f"What does speed cost in {metric.name}?", best_of(len(best), len(arms))
+    drawing, axes = _points(question, data, arms, metric, note, few)
     edge = data[data["front"]].sort_values("tokens_per_s")
     axes.plot(edge["tokens_per_s"], edge["gap"], "-", color="0.6", zorder=1)
     axes.plot(edge["tokens_per_s"], edge["gap"], "o", markersize=13, fillstyle="none", color="0.35", zorder=1)
     axes.set_xlabel("tokens a second (more is better)")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    _points(body, axes, data, arms, metric)
-    return finished(stem("throughput_gap", metric.name), question, body, data)
+    return drawing.picture(data, "throughput_gap", metric.name)
 
 
 @house
@@ -196,22 +162,27 @@ def operand_errors(records: pd.DataFrame, arms: list[ArmSummary], metric: Metric
         {"arm": arm.name, "error": errors[arm.name], "gap": gap.mean, "low": gap.low, "high": gap.high}
         for arm, gap in shown
     )
-    question = f"Does the error of operands predict the gap in {metric.name}?"
     note = (
         f"Across: squared error of operands over their power, summed over operands, mean over layers, as"
         f" recorded in step {step:g}: the number that ablate rank orders recipes by. It does not order"
         " stochastic rounding against nearest; how often it is right: docs/use/rank.md. Up: gaps with paired"
         " intervals."
     )
-    body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
-    axes = body.subplots()
+    question, few = (
+        f"Does the error of operands predict the gap in {metric.name}?",
+        best_of(len(best), len(arms)),
+    )
+    drawing, axes = _points(question, data, arms, metric, note, few)
     axes.set_xlabel("error of operands")
-    _points(body, axes, data, arms, metric)
-    return finished(stem("operand_errors", metric.name), question, body, data)
+    return drawing.picture(data, "operand_errors", metric.name)
 
 
-def _points(body: SubFigure, axes: Axes, data: pd.DataFrame, arms: list[ArmSummary], metric: Metric) -> None:
+def _points(
+    question: str, data: pd.DataFrame, arms: list[ArmSummary], metric: Metric, *notes: str
+) -> tuple[Drawing, Axes]:
     """Draw a point with its interval for each line of arm, a number, gap, low and high."""
+    drawing = Drawing(question, 7.5, max(3.8, 0.3 * len(data) + 0.4), *notes)
+    axes = drawing.body.subplots()
     looks = marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
     axes.axhline(0, color="0.4", linewidth=1)
     handles = []
@@ -220,6 +191,7 @@ def _points(body: SubFigure, axes: Axes, data: pd.DataFrame, arms: list[ArmSumma
         half = high - gap if math.isfinite(high) else None
         axes.errorbar(x, gap, yerr=half, fmt=mark.marker, color=mark.color, capsize=3, markersize=6)
         handles.append(Line2D([], [], color=mark.color, marker=mark.marker, linestyle=""))
-    axes.set_ylabel(f"{metric.name}: arm minus baseline\n({better(metric.direction == 'minimize')})")
+    axes.set_ylabel(f"{metric.name}: arm minus baseline\n({better(metric)})")
     axes.grid()
-    legend(body, handles, list(data["arm"]))
+    drawing.legend(handles, list(data["arm"]))
+    return drawing, axes

@@ -16,24 +16,26 @@ from ablate.reports.figures.curves import draw_lines, name_lines
 from ablate.reports.figures.style import (
     COLOURS,
     MOST_ARMS,
+    Drawing,
     Picture,
     best_of,
-    canvas,
-    finished,
     heat,
     house,
     label,
-    legend,
     name_column,
-    panels,
     plain,
 )
 from ablate.results.summary import ArmSummary
 from ablate.training.metric_names import FIRST_NONFINITE, parse
 
 _SQNR = Metric(name="sqnr_db", direction="maximize")
-_STATES = ("done", "done, value not finite", "diverged", "missing")
-_STATE_COLOURS = ("#dfe9e2", COLOURS[8], COLOURS[3], "white")
+_STATES = {
+    "done": ("#dfe9e2", ""),
+    "done, value not finite": (COLOURS[8], "?"),
+    "diverged": (COLOURS[3], "×"),
+    "missing": ("white", "–"),
+}
+"""Colour and text of a run's cell by the state of the run."""
 _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
 
 
@@ -41,32 +43,31 @@ _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
 def slot_errors(records: pd.DataFrame) -> Picture | None:
     """Draw the signal to quantisation noise ratio (`quant/<slot>/sqnr_db`, dB, mean over layers) of each
     operand over steps, in one panel for each slot; None if it was not recorded at three steps."""
-    selected = tables.long_enough(tables.errors_of_slots(records, {"sqnr_db"}), ["slot", "arm"])
+    by = ["slot", "arm"]
+    selected = tables.long_enough(tables.errors_of_slots(records, {"sqnr_db"}), by)
     if selected.empty:
         return None
     shown, total = tables.arms(selected, _SQNR)
-    lines = tables.thinned(
-        tables.over_seeds(selected[selected["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"]
-    )
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], by), by)
     slots = in_order(lines["slot"])
-    question = "How much of each operand survives its quantisation?"
     note = (
         "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the"
         " smallest to the largest seed."
     )
     columns = min(3, len(slots))
     height = max(2.1 * -(-len(slots) // columns) + 0.3, 0.3 * len(shown) + 0.4)
-    body = canvas(question, 2.5 * columns + 2.6, height, note, best_of(len(shown), total))
-    looks = tables.looks(records, shown)
-    for axes, slot in zip(panels(body, len(slots), columns, sharex=True, sharey=True), slots, strict=True):
+    question = "How much of each operand survives its quantisation?"
+    drawing = Drawing(question, 2.5 * columns + 2.6, height, note, best_of(len(shown), total))
+    looks, every = tables.looks(records, shown), drawing.panels(len(slots), columns, sharex=True, sharey=True)
+    for axes, slot in zip(every, slots, strict=True):
         draw_lines(axes, lines[lines["slot"] == slot], "step", looks)
         axes.set_title(slot)
         axes.grid(axis="y")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    body.supxlabel("step", size="medium")
-    body.supylabel("SQNR, dB", size="medium")
-    name_lines(body, looks)
-    return finished("slot_errors", question, body, lines.rename(columns={"mean": "sqnr_db"}))
+    drawing.body.supxlabel("step", size="medium")
+    drawing.body.supylabel("SQNR, dB", size="medium")
+    name_lines(drawing, looks)
+    return drawing.picture(lines.rename(columns={"mean": "sqnr_db"}), "slot_errors")
 
 
 @house
@@ -87,37 +88,28 @@ def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) ->
     if table is not None:
         selected = tables.chosen(table, lambda name: name.family == "nan")
     lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
-    ends = (
-        selected[selected["metric"] == FIRST_NONFINITE]
-        .set_index(["arm", "seed"])["value"]
-        .rename("diverged_at_step")
-        .astype(float)
-    )
+    run = ["arm", "seed"]
+    ends = selected[selected["metric"] == FIRST_NONFINITE].set_index(run)["value"].astype(float)
     counts = _run_counts(selected[selected["metric"].isin(_COUNTED)])
     kinds = [kind for kind in _COUNTED if kind in counts]
-    data = (
-        pd.DataFrame(lines, columns=["arm", "seed", "state"])
-        .join(ends, on=["arm", "seed"])
-        .join(counts[kinds], on=["arm", "seed"])
-    )
-    data = data.fillna(dict.fromkeys(kinds, 0.0))
+    data = pd.DataFrame(lines, columns=[*run, "state"]).join(ends.rename("diverged_at_step"), on=run)
+    data = data.join(counts[kinds], on=run).fillna(dict.fromkeys(kinds, 0.0))
     seeds, names = sorted(set(data["seed"])), [arm.name for arm in arms]
-    question = "Which runs reached their end, and which diverged?"
     fewer = "" if len(names) == total else f"The {len(names)} of {total:,} arms that lost most runs."
     counted = "Right: values that were not finite, over all seeds." if kinds else ""
     cells = max(1.6, min(0.55 * len(seeds), 7))
-    body = canvas(
-        question, cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2, counted, fewer
-    )
+    width, height = cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2
+    question = "Which runs reached their end, and which diverged?"
+    drawing = Drawing(question, width, height, counted, fewer)
     ratios = (cells, *([1.1 * len(kinds)] if kinds else []))
-    state_axes, *count_axes = body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+    state_axes, *count_axes = drawing.body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
     _runs(state_axes, data, names, seeds)
     for axes in count_axes:
         _counts(axes, data.groupby("arm", sort=False)[kinds].sum().to_numpy(), kinds)
     present = [state for state in _STATES if state in set(data["state"])]
-    handles = [Patch(facecolor=_STATE_COLOURS[_STATES.index(state)], edgecolor="0.6") for state in present]
-    legend(body, handles, present, "outside lower left")
-    return finished("divergence", question, body, data)
+    handles = [Patch(facecolor=_STATES[state][0], edgecolor="0.6") for state in present]
+    drawing.legend(handles, present, "outside lower left")
+    return drawing.picture(data, "divergence")
 
 
 def _run_counts(selected: pd.DataFrame) -> pd.DataFrame:
@@ -142,38 +134,30 @@ def _runs(axes: Axes, data: pd.DataFrame, names: list[str], seeds: list[int]) ->
     texts = [["" for _ in seeds] for _ in names]
     for line in data.itertuples():
         row, column = names.index(line.arm), seeds.index(line.seed)
-        states[row, column] = _STATES.index(line.state)
-        step = f"{line.diverged_at_step:g}" if np.isfinite(line.diverged_at_step) else "×"
-        texts[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[
-            line.state
-        ]
+        states[row, column] = list(_STATES).index(line.state)
+        step = f"{line.diverged_at_step:g}" if np.isfinite(line.diverged_at_step) else ""
+        texts[row][column] = (line.state == "diverged" and step) or _STATES[line.state][1]
+    few = texts if len(seeds) <= 16 else None
     heat(
         axes,
         states,
         -0.5,
         len(_STATES) - 0.5,
-        texts if len(seeds) <= 16 else None,
-        ListedColormap(_STATE_COLOURS),
+        few,
+        ListedColormap([colour for colour, _ in _STATES.values()]),
     )
     axes.set_yticks(range(len(names)), [label(name) for name in names])
     every = -(-len(seeds) // 16)
     axes.set_xticks(range(0, len(seeds), every), [str(seed) for seed in seeds[::every]])
-    axes.set_xlabel(
-        "seed (in a cell: the step at which it diverged)" if "diverged" in set(data["state"]) else "seed"
-    )
+    steps = " (in a cell: the step at which it diverged)" if "diverged" in set(data["state"]) else ""
+    axes.set_xlabel(f"seed{steps}")
     _lattice(axes, states.shape)
 
 
 def _counts(axes: Axes, matrix: np.ndarray, kinds: list[str]) -> None:
     """Draw a matrix of counts, [arms, kinds]."""
-    heat(
-        axes,
-        np.log1p(matrix),
-        0,
-        1.6 * max(np.log1p(matrix).max(), 1),
-        [[f"{value:,.0f}" for value in line] for line in matrix],
-        "Greys",
-    )
+    texts, tints = [[f"{value:,.0f}" for value in line] for line in matrix], np.log1p(matrix)
+    heat(axes, tints, 0, 1.6 * max(tints.max(), 1), texts, "Greys")
     axes.set_yticks([])
     axes.set_xticks(range(len(kinds)), [plain(parse(kind).metric).replace("_", "\n") for kind in kinds])
     axes.set_xlabel("not finite")

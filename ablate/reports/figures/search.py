@@ -14,16 +14,13 @@ from ablate.reports.figures.style import (
     COLOURS,
     GREY,
     MOST_ARMS,
+    Drawing,
     Picture,
     better,
-    canvas,
-    finished,
     house,
     label,
-    legend,
     name_column,
     rows,
-    stem,
 )
 from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.results.attribution import front
@@ -41,46 +38,20 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     values = np.array([arm.mean for arm in searched])
     if np.isfinite(values).sum() < FEWEST_POINTS:
         return None
-    best = (np.fmin if metric.direction == "minimize" else np.fmax).accumulate(values)
-    data = pd.DataFrame(
-        {
-            "order": range(1, len(searched) + 1),
-            "arm": [arm.name for arm in searched],
-            "value": values,
-            "best_so_far": best,
-        }
-    )
+    less = metric.direction == "minimize"
+    order, best = range(1, len(searched) + 1), (np.fmin if less else np.fmax).accumulate(values)
+    names = [arm.name for arm in searched]
+    data = pd.DataFrame({"order": order, "arm": names, "value": values, "best_so_far": best})
     missing = data[~np.isfinite(data["value"])]
-    question = (
-        f"Does the search still find arms with {'less' if metric.direction == 'minimize' else 'more'}"
-        f" {metric.name}?"
-    )
-    body = canvas(
-        question,
-        7.5,
-        3.4,
-        f"{len(missing)} of {len(data):,} arms have no value: crosses below." if len(missing) else "",
-    )
-    axes = body.subplots()
-    axes.plot(
-        data["order"],
-        data["value"],
-        "o",
-        color=COLOURS[0],
-        markersize=4,
-        alpha=0.7,
-        label="arm, mean over its seeds",
-    )
+    question = f"Does the search still find arms with {'less' if less else 'more'} {metric.name}?"
+    without = f"{len(missing)} of {len(data):,} arms have no value: crosses below." if len(missing) else ""
+    drawing = Drawing(question, 7.5, 3.4, without)
+    axes = drawing.body.subplots()
+    dot = {"color": COLOURS[0], "markersize": 4, "alpha": 0.7}
+    axes.plot(data["order"], data["value"], "o", label="arm, mean over its seeds", **dot)
     axes.step(data["order"], data["best_so_far"], where="post", color=COLOURS[3], label="best so far")
-    axes.plot(
-        missing["order"],
-        [0.02] * len(missing),
-        "x",
-        color=GREY,
-        markersize=5,
-        transform=axes.get_xaxis_transform(),
-        label="no value",
-    )
+    edge, at_edge = [0.02] * len(missing), axes.get_xaxis_transform()
+    axes.plot(missing["order"], edge, "x", color=GREY, markersize=5, transform=at_edge, label="no value")
     baselines = {arm.name: arm.mean for arm in arms if arm.role == "baseline" and arm.values}
     if len(baselines) == 1:
         ((name, mean),) = baselines.items()
@@ -88,19 +59,13 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     elif baselines:  # each belongs to arms of its own, so that a line across all would compare unlike runs
         own = [baselines.get(arm.baseline or "", math.nan) for arm in searched]
         axes.plot(data["order"], own, "_", color="0.3", markersize=9, label="its own baseline")
-    axes.set(
-        xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})"
-    )
+    axes.set(xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric)})")
     if isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
         locator.set_params(integer=True)
-    handles, labels = axes.get_legend_handles_labels()
-    present = [
-        (handle, text)
-        for handle, text in zip(handles, labels, strict=True)
-        if len(missing) or text != "no value"
-    ]
-    body.legend(*zip(*present, strict=True), loc="outside lower center", ncols=len(present))
-    return finished(stem("history", metric.name), question, body, data)
+    entries = zip(*axes.get_legend_handles_labels(), strict=True)
+    present = [entry for entry in entries if len(missing) or entry[1] != "no value"]
+    drawing.body.legend(*zip(*present, strict=True), loc="outside lower center", ncols=len(present))
+    return drawing.picture(data, "history", metric.name)
 
 
 @house
@@ -110,25 +75,20 @@ def importance(importances: Mapping[str, float]) -> Picture | None:
     shares = {knob: value for knob, value in importances.items() if math.isfinite(value)}
     if not shares:
         return None
-    data = pd.DataFrame({"knob": list(shares), "importance": list(shares.values())})
+    data = pd.DataFrame(shares.items(), columns=["knob", "importance"])
     data = data.sort_values("importance", ascending=False, kind="stable")
-    question = "Which knobs move the search's objective most?"
     fewer = "" if len(data) <= MOST_ARMS else f"The first {MOST_ARMS} of {len(data)} knobs."
     data = data.head(MOST_ARMS)
-    body = canvas(
-        question,
-        5 + name_column(data["knob"]),
-        0.32 * len(data) + 0.8,
-        "Over the ranges that were searched; no effect size.",
-        fewer,
-    )
-    axes = body.subplots()
+    question = "Which knobs move the search's objective most?"
+    width, height = 5 + name_column(data["knob"]), 0.32 * len(data) + 0.8
+    drawing = Drawing(question, width, height, "Over the ranges that were searched; no effect size.", fewer)
+    axes = drawing.body.subplots()
     rows(axes, list(data["knob"]))
     drawn = axes.barh(range(len(data)), data["importance"], 0.65, color=COLOURS[0])
     axes.bar_label(drawn, fmt="{:.2f}", padding=3, size="small")
     axes.set_xlabel("importance, a share of 1")
     axes.margins(x=0.1)
-    return finished("importance", question, body, data)
+    return drawing.picture(data, "importance")
 
 
 @house
@@ -138,12 +98,8 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
     if len(arms_by_metric) < 2:
         return None
     (first, ones), (second, others) = list(arms_by_metric.items())[:2]
-    second_means = {arm.name: arm.mean for arm in others if arm.values}
-    points = {
-        arm.name: (arm.mean, second_means[arm.name])
-        for arm in ones
-        if arm.values and arm.name in second_means
-    }
+    means = {arm.name: arm.mean for arm in others if arm.values}
+    points = {arm.name: (arm.mean, means[arm.name]) for arm in ones if arm.values and arm.name in means}
     if len(points) < FEWEST_POINTS:
         return None
     unbeaten = front(points, [1 if metric.direction == "minimize" else -1 for metric in (first, second)])
@@ -152,29 +108,21 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
         columns=["arm", first.name, second.name, "front"],
     )
     question = f"Which arms does no other beat in both {first.name} and {second.name}?"
+    note = f"{len(unbeaten)} of {len(points):,} arms: no other is as good in both and better in one."
     several = "" if len(arms_by_metric) == 2 else f"The first two of {len(arms_by_metric)} objectives."
-    body = canvas(
-        question,
-        8.5,
-        4.2,
-        f"{len(unbeaten)} of {len(points):,} arms: no other is as good in both and better in one.",
-        several,
-    )
-    axes = body.subplots()
+    drawing = Drawing(question, 8.5, 4.2, note, several)
+    axes = drawing.body.subplots()
     behind, edge = data[~data["front"]], data[data["front"]].sort_values(first.name)
     axes.plot(behind[first.name], behind[second.name], "o", color="0.6", markersize=4, alpha=0.7)
     axes.plot(edge[first.name], edge[second.name], "-s", color=COLOURS[3], markersize=6)
-    for number, (x, y) in enumerate(zip(edge[first.name], edge[second.name], strict=True), start=1):
-        axes.annotate(str(number), (x, y), (6, 4), textcoords="offset points")
-    axes.set(
-        xlabel=f"{first.name} ({better(first.direction == 'minimize')})",
-        ylabel=f"{second.name} ({better(second.direction == 'minimize')})",
-    )
+    for number, point in enumerate(zip(edge[first.name], edge[second.name], strict=True), start=1):
+        axes.annotate(str(number), point, (6, 4), textcoords="offset points")
+    axes.set(xlabel=f"{first.name} ({better(first)})", ylabel=f"{second.name} ({better(second)})")
     axes.grid()
     axes.margins(0.12)
     named = [f"{number} {name}" for number, name in enumerate(edge["arm"].head(_MOST_NAMED), start=1)]
-    more = [f"and {len(edge) - _MOST_NAMED} more"] if len(edge) > _MOST_NAMED else []
+    named += [f"and {len(edge) - _MOST_NAMED} more"] if len(edge) > _MOST_NAMED else []
     beaten = [Line2D([], [], color="0.6", marker="o", linestyle="")] if len(behind) else []
-    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * (len(named) + len(more)) + beaten
-    legend(body, handles, [*named, *more, *["beaten"] * len(beaten)])
-    return finished(stem("objectives", first.name, second.name), question, body, data)
+    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * len(named) + beaten
+    drawing.legend(handles, [*named, *["beaten"] * len(beaten)])
+    return drawing.picture(data, "objectives", first.name, second.name)

@@ -29,6 +29,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullForma
 from matplotlib.typing import RcKeyType
 
 from ablate.errors import printable
+from ablate.experiment.schema import Metric
 from ablate.reports.plain_text import csv_cell, html_text, with_minus
 
 MOST_ARMS = 40
@@ -110,10 +111,9 @@ class Picture:
         if path.suffix == ".svg":
             path.write_text(f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg}', encoding="utf-8")
         else:
+            metadata = {"Software": None} if path.suffix == ".png" else None
             with matplotlib.rc_context(STYLE):
-                self.figure.savefig(
-                    path, dpi=DPI, metadata={"Software": None} if path.suffix == ".png" else None
-                )
+                self.figure.savefig(path, dpi=DPI, metadata=metadata)
         return path
 
     @cached_property
@@ -155,61 +155,59 @@ class Picture:
         }
 
 
-def stem(*words: str) -> str:
-    """Return the stem of a file's name from those of a figure and a metric: `curves-val-loss`."""
-    return "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words)
+Location = Literal["outside right center", "outside lower center", "outside lower left"]
+"""Position of a legend."""
 
 
-def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure:
-    """Return the empty part of a new figure, with the question above it and notes below; empty notes are left
-    out. `width`: of the figure; `height`: of the part to draw on, both in inches."""
-    title = textwrap.wrap(question, int(10.5 * width))
-    foot = [line for note in notes if note for line in textwrap.wrap(note, int(14.5 * width))]
-    above, below = 0.2 * len(title) + 0.16, 0.15 * len(foot) + 0.06
-    whole = above + height + below
-    # The resolution of the PNG files: at another one, a small font is up to a tenth wider.
-    figure = Figure(figsize=(width, whole), dpi=DPI, layout="constrained")
-    figure.suptitle(
-        plain("\n".join(title)),
-        x=0.08 / width,
-        y=1 - 0.08 / whole,
-        ha="left",
-        va="top",
-        size=11,
-        weight="bold",
-    ).set_in_layout(False)
-    note_text = figure.text(
-        0.08 / width, 0.06 / whole, plain("\n".join(foot)), ha="left", va="bottom", size="small", color="0.35"
-    )
-    note_text.set_in_layout(False)
-    parts = figure.subfigures(3, 1, squeeze=False, height_ratios=(above, height, below))
-    body: SubFigure = parts[1, 0]
-    return body
+class Drawing:
+    """A new figure with its question above and notes below, of which empty ones are left out. `body` is the
+    part between them, to draw on. `width`: of the figure; `height`: of the body, both in inches."""
 
+    def __init__(self, question: str, width: float, height: float, *notes: str) -> None:
+        self.question = question
+        title = textwrap.wrap(question, int(10.5 * width))
+        foot = [line for note in notes if note for line in textwrap.wrap(note, int(14.5 * width))]
+        above, below = 0.2 * len(title) + 0.16, 0.15 * len(foot) + 0.06
+        whole = above + height + below
+        # The resolution of the PNG files: at another one, a small font is up to a tenth wider.
+        self.figure = Figure(figsize=(width, whole), dpi=DPI, layout="constrained")
+        left, top, bottom = 0.08 / width, 1 - 0.08 / whole, 0.06 / whole
+        head: dict[str, Any] = {"ha": "left", "va": "top", "size": 11, "weight": "bold"}
+        note: dict[str, Any] = {"ha": "left", "va": "bottom", "size": "small", "color": "0.35"}
+        self.figure.suptitle(plain("\n".join(title)), x=left, y=top, **head).set_in_layout(False)
+        self.figure.text(left, bottom, plain("\n".join(foot)), **note).set_in_layout(False)
+        parts = self.figure.subfigures(3, 1, squeeze=False, height_ratios=(above, height, below))
+        self.body: SubFigure = parts[1, 0]
 
-def finished(name: str, question: str, body: SubFigure, data: pd.DataFrame) -> Picture:
-    """Return the picture of a canvas, by the part `body` of it and the numbers that are drawn. `name`: stem
-    of its files' names. It is laid out once, here, so that writing it again gives the same bytes."""
-    figure = body.get_figure(root=True)
-    if engine := figure.get_layout_engine():
-        engine.execute(figure)
-    figure.set_layout_engine("none")
-    box = body.bbox_relative  # the last digits of the solver depend on memory addresses
-    box.p0, box.p1 = np.round(box.p0, 6), np.round(box.p1, 6)
-    for axes in figure.axes:
-        axes.set_position(np.round(axes.get_position().bounds, 6))
-    return Picture(name, question, figure, data.reset_index(drop=True))
+    def panels(self, count: int, columns: int, **shared: bool) -> list[Axes]:
+        """Return `count` axes in rows of at most `columns`. The rest of the last row stays empty."""
+        columns = min(columns, count)
+        axes = self.body.subplots(-(-count // columns), columns, squeeze=False, **shared).ravel()
+        for spare in axes[count:]:
+            spare.remove()
+        return list(axes[:count])
 
+    def legend(
+        self, handles: Iterable[Any], labels: Sequence[str], location: Location = "outside right center"
+    ) -> Legend:
+        """Add a legend outside of the axes. Below them, its entries are in one row. `handles`: artists, or
+        containers of bars, which the types of matplotlib leave out."""
+        columns = 1 if location == "outside right center" else len(labels)
+        return self.body.legend(handles, [label(text, 26) for text in labels], loc=location, ncols=columns)
 
-def panels(
-    body: SubFigure, count: int, columns: int, sharex: bool = False, sharey: bool = False
-) -> list[Axes]:
-    """Return `count` axes in rows of at most `columns`. The rest of the last row stays empty."""
-    columns = min(columns, count)
-    axes = body.subplots(-(-count // columns), columns, squeeze=False, sharex=sharex, sharey=sharey).ravel()
-    for spare in axes[count:]:
-        spare.remove()
-    return list(axes[:count])
+    def picture(self, data: pd.DataFrame, *words: str) -> Picture:
+        """Return the picture with the numbers that are drawn. `words`: names of the figure and its metrics,
+        from which its files have their names: `curves-val-loss`. It is laid out once, here, so that writing
+        it again gives the same bytes."""
+        if engine := self.figure.get_layout_engine():
+            engine.execute(self.figure)
+        self.figure.set_layout_engine("none")
+        box = self.body.bbox_relative  # the last digits of the solver depend on memory addresses
+        box.p0, box.p1 = np.round(box.p0, 6), np.round(box.p1, 6)
+        for axes in self.figure.axes:
+            axes.set_position(np.round(axes.get_position().bounds, 6))
+        name = "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words)
+        return Picture(name, self.question, self.figure, data.reset_index(drop=True))
 
 
 class Mark(NamedTuple):
@@ -253,29 +251,10 @@ def label(text: str, width: int = 34, lines: int = 2) -> str:
     if len(text) > most:
         text = f"{text[: most // 2]}…{text[-(most // 2) :]}"
     if len(text) > width:
-        breakable = (
-            text
-            if all(len(word) <= width for word in text.split())
-            else re.sub(r"([./=_,])(?=\S)", "\\1\x1f ", text)
-        )
-        text = "\n".join(textwrap.wrap(breakable, width)).replace("\x1f ", "").replace("\x1f", "")
+        if any(len(word) > width for word in text.split()):
+            text = re.sub(r"([./=_,])(?=\S)", "\\1\x1f ", text)
+        text = "\n".join(textwrap.wrap(text, width)).replace("\x1f ", "").replace("\x1f", "")
     return plain(f"\u2009{text}" if text.startswith("_") else text)
-
-
-Location = Literal["outside right center", "outside lower center", "outside lower left"]
-"""Position of a legend."""
-
-
-def legend(
-    body: SubFigure,
-    handles: Iterable[Any],
-    labels: Sequence[str],
-    location: Location = "outside right center",
-) -> Legend:
-    """Add a legend outside of the axes. Below them, its entries are in one row. `handles`: artists, or
-    containers of bars, which the types of matplotlib leave out."""
-    columns = 1 if location == "outside right center" else len(labels)
-    return body.legend(handles, [label(text, 26) for text in labels], loc=location, ncols=columns)
 
 
 def rows(axes: Axes, labels: Sequence[str]) -> None:
@@ -302,23 +281,13 @@ def heat(
 ) -> AxesImage:
     """Draw a matrix [rows, columns] as one image, with texts [rows][columns] in its cells if there are any.
     NaN is grey; `low` and `high` have the first and the last colour. `cmap`: None for the style's."""
-    colours: Colormap = (
-        matplotlib.colormaps[cmap or "viridis"].with_extremes(bad="0.88")
-        if not isinstance(cmap, Colormap)
-        else cmap
-    )
-    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", vmin=low, vmax=high, cmap=colours)
+    if not isinstance(cmap, Colormap):
+        cmap = matplotlib.colormaps[cmap or "viridis"].with_extremes(bad="0.88")
+    image = axes.imshow(np.ma.masked_invalid(values), aspect="auto", vmin=low, vmax=high, cmap=cmap)
     for row, line in enumerate(texts or ()):
         for column, text in enumerate(line):
-            axes.text(
-                column,
-                row,
-                plain(text),
-                ha="center",
-                va="center",
-                size="small",
-                color=_readable(image, values[row, column]),
-            )
+            colour = _readable(image, values[row, column])
+            axes.text(column, row, plain(text), ha="center", va="center", size="small", color=colour)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     return image
@@ -334,13 +303,10 @@ def log_axis(axis: Axis) -> None:
     """Label the ticks of a log axis as numbers instead of powers: 0.001, 1, 10k. An axis that spans less than
     a factor of 30 also has ticks between the powers of ten."""
     low, high = axis.get_view_interval()
-    wide = high > 30 * low
-    axis.set_major_locator(
-        LogLocator(subs=(1,) if wide else (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 4, 5, 6, 8))
-    )
-    axis.set_major_formatter(
-        EngFormatter(sep="") if low >= 0.5 else FuncFormatter(lambda value, _: with_minus(f"{value:g}"))
-    )
+    between = (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    axis.set_major_locator(LogLocator(subs=(1,) if high > 30 * low else between))
+    small = FuncFormatter(lambda value, _: with_minus(f"{value:g}"))
+    axis.set_major_formatter(EngFormatter(sep="") if low >= 0.5 else small)
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -349,6 +315,6 @@ def best_of(shown: int, total: int) -> str:
     return "" if shown == total else f"The best {shown} of {total:,} arms, baselines among them."
 
 
-def better(minimize: bool) -> str:
+def better(metric: Metric) -> str:
     """Return the direction of a metric, for the label of an axis."""
-    return "less is better" if minimize else "more is better"
+    return "less is better" if metric.direction == "minimize" else "more is better"

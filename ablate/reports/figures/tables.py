@@ -53,9 +53,7 @@ def errors_of_slots(table: pd.DataFrame, errors: Collection[str]) -> pd.DataFram
     """Return the rows of operand slots' errors, means over layers, with the slot and the error."""
 
     def wanted(name: Name) -> bool:
-        return (
-            name.family == "quant" and name.slot is not None and name.layer is None and name.metric in errors
-        )
+        return name.family == "quant" and bool(name.slot) and not name.layer and name.metric in errors
 
     return chosen(table, wanted, slot="slot", error="metric")
 

@@ -16,13 +16,11 @@ from ablate.reports.figures.style import (
     COLOURS,
     GREY,
     HATCHES,
+    Drawing,
     Mark,
     Picture,
     best_of,
-    canvas,
-    finished,
     house,
-    legend,
     log_axis,
     rows,
 )
@@ -54,9 +52,8 @@ def errors_by_slot(
     selected = tables.errors_of_slots(table, errors)
     if selected.empty:
         return None
-    shown, total = tables.arms(
-        selected[selected["error"] == selected["error"].iloc[0]], Metric(name=errors[0])
-    )
+    first = selected[selected["error"] == selected["error"].iloc[0]]
+    shown, total = tables.arms(first, Metric(name=errors[0]))
     data = _errors(selected[selected["arm"].isin(shown)])
     compared = data[data["baseline_mean"].notna()]
     several = compared["baseline"].nunique() > 1
@@ -64,26 +61,19 @@ def errors_by_slot(
     arms = [arm for arm in shown if arm in set(data["arm"])]
     looks = tables.looks(table, arms)
     kinds, slots = [error for error in errors if error in set(data["error"])], in_order(data["slot"])
-    question = "In which operands do the arms' quantisation errors differ?"
     strokes = "Grey strokes: the arm's baseline." if several else ""
-    height = len(slots) * max(0.35, 0.11 * len(arms) + 0.12) + 1
-    body = canvas(
-        question,
-        2.3 * len(kinds) + 3.4,
-        max(height, 0.3 * len(arms) + 0.4),
-        strokes,
-        best_of(len(shown), total),
-    )
-    for axes, kind in zip(body.subplots(1, len(kinds), squeeze=False, sharey=True)[0], kinds, strict=True):
+    height = max(len(slots) * max(0.35, 0.11 * len(arms) + 0.12) + 1, 0.3 * len(arms) + 0.4)
+    question = "In which operands do the arms' quantisation errors differ?"
+    drawing = Drawing(question, 2.3 * len(kinds) + 3.4, height, strokes, best_of(len(shown), total))
+    for axes, kind in zip(drawing.panels(len(kinds), len(kinds), sharey=True), kinds, strict=True):
         _error_panel(axes, data[data["error"] == kind], slots, looks)
         axes.set_xlabel(_MEANING.get(kind, kind))
         axes.set_title(kind)
-    handles = [
-        Line2D([], [], color=mark.color, marker=mark.marker, linestyle="", markersize=5)
-        for mark in looks.values()
-    ]
-    legend(body, handles, arms)
-    return finished("errors_by_slot", question, body, data)
+    dot = {"linestyle": "", "markersize": 5}
+    drawing.legend(
+        [Line2D([], [], color=mark.color, marker=mark.marker, **dot) for mark in looks.values()], arms
+    )
+    return drawing.picture(data, "errors_by_slot")
 
 
 def _errors(selected: pd.DataFrame) -> pd.DataFrame:
@@ -96,9 +86,8 @@ def _errors(selected: pd.DataFrame) -> pd.DataFrame:
         high=("value", "max"),
         seeds=("value", "size"),
     ).reset_index()
-    level = data[["error", "slot", "arm", "mean"]].rename(
-        columns={"arm": "baseline", "mean": "baseline_mean"}
-    )
+    renamed = {"arm": "baseline", "mean": "baseline_mean"}
+    level = data[["error", "slot", "arm", "mean"]].rename(columns=renamed)
     return data.astype({"baseline": object}).merge(level, on=["error", "slot", "baseline"], how="left")
 
 
@@ -111,9 +100,8 @@ def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], looks: dict[s
         if "baseline_mean" in line:
             axes.plot(line["baseline_mean"], heights, "|", color=GREY, markersize=7, markeredgewidth=1.5)
         bars = np.maximum([line["mean"] - line["low"], line["high"] - line["mean"]], 0)
-        axes.errorbar(
-            line["mean"], heights, xerr=bars, fmt=mark.marker, color=mark.color, markersize=4.5, linewidth=1
-        )
+        look = {"fmt": mark.marker, "color": mark.color, "markersize": 4.5, "linewidth": 1}
+        axes.errorbar(line["mean"], heights, xerr=bars, **look)
     for edge in np.arange(len(slots) - 1) + 0.5:
         axes.axhline(edge, color="0.85", linewidth=0.8)
     values = data["mean"].abs()
@@ -137,19 +125,13 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
     reach = max(6.0, *(float(np.abs(values).max()) for values in both.values()))
     edges = np.linspace(-reach, reach, bins + 1)
     counts = {when: np.histogram(values, edges)[0] for when, values in both.items()}
-    data = pd.DataFrame(
-        {"from": edges[:-1], "to": edges[1:]} | {f"count_{when}": count for when, count in counts.items()}
-    )
-    question = "What does the rotation do to the values that are quantised?"
+    ends = {"from": edges[:-1], "to": edges[1:]}
+    data = pd.DataFrame(ends | {f"count_{when}": count for when, count in counts.items()})
     zeros = " before, ".join(f"{np.mean(np.abs(values) < 0.25):.1%}" for values in both.values())
-    body = canvas(
-        question,
-        7.2,
-        3.6,
-        f"Rounded to zero, being below 0.25: {zeros} after.",
-        "Grey lines: the grid of E2M1.",
-    )
-    axes = body.subplots()
+    note, grid = f"Rounded to zero, being below 0.25: {zeros} after.", "Grey lines: the grid of E2M1."
+    question = "What does the rotation do to the values that are quantised?"
+    drawing = Drawing(question, 7.2, 3.6, note, grid)
+    axes = drawing.body.subplots()
     for point in sorted({sign * value for value in GRID for sign in (1, -1)}):
         axes.axvline(point, color="0.9", linewidth=0.8, zorder=0)
     axes.stairs(counts["before"], edges, baseline=0.7, fill=True, color=COLOURS[1], alpha=0.35)
@@ -159,8 +141,8 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
     ]
     axes.set(yscale="log", xlabel="value, in units of its block's scale", ylabel="values", ylim=(0.7, None))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    legend(body, handles, ["before the rotation", "after it"], "outside lower center")
-    return finished("rotation_histogram", question, body, data)
+    drawing.legend(handles, ["before the rotation", "after it"], "outside lower center")
+    return drawing.picture(data, "rotation_histogram")
 
 
 @house
@@ -171,17 +153,12 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
     Values have any shape and are in units of the block's scale. ValueError if the sizes differ, or the
     results lie on no grid (more than 64 distinct values).
     """
-    source = np.ravel(values).astype(float)
-    results = {
-        "to nearest": np.ravel(nearest).astype(float),
-        "stochastic": np.ravel(stochastic).astype(float),
-    }
-    if any(rounded.size != source.size for rounded in results.values()):
-        raise ValueError(
-            f"{source.size} values, and {' and '.join(str(rounded.size) for rounded in results.values())}"
-            " roundings of them"
-        )
-    finite = np.isfinite(source) & np.all([np.isfinite(rounded) for rounded in results.values()], axis=0)
+    source, *both = (np.ravel(each).astype(float) for each in (values, nearest, stochastic))
+    results = dict(zip(("to nearest", "stochastic"), both, strict=True))
+    if any(rounded.size != source.size for rounded in both):
+        sizes = " and ".join(str(rounded.size) for rounded in both)
+        raise ValueError(f"{source.size} values, and {sizes} roundings of them")
+    finite = np.isfinite([source, *both]).all(axis=0)
     source, results = source[finite], {name: rounded[finite] for name, rounded in results.items()}
     if not source.size:
         return None
@@ -192,51 +169,27 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
             " element's grid"
         )
     bias = {name: float(np.mean(rounded - source)) for name, rounded in results.items()}
-    data = pd.concat(
-        [_rounded(name, source, rounded, codes) for name, rounded in results.items()], ignore_index=True
-    )
+    every = [_rounded(name, source, rounded, codes) for name, rounded in results.items()]
+    data = pd.concat(every, ignore_index=True)
+    errors = ", ".join(f"{name} {value:+.2g}" for name, value in bias.items())
     question = "Where do values go on the grid, and is their mean kept?"
-    body = canvas(
-        question,
-        9,
-        3.6,
-        "Mean error of all: " + ", ".join(f"{name} {value:+.2g}" for name, value in bias.items()) + ".",
-    )
-    count_axes, error_axes = body.subplots(1, 2)
-    looks = dict(zip(results, ((COLOURS[1], "o", "--"), (COLOURS[0], "s", "-")), strict=True))
-    handles = []
-    for side, (name, (colour, marker, dash)) in zip((-1, 1), looks.items(), strict=True):
-        counts = data[(data["rounding"] == name) & (data["what"] == "goes to")]
-        width = 0.4
-        middles = np.arange(len(codes)) + side * width / 2
-        handles.append(
-            count_axes.bar(
-                middles,
-                counts["count"],
-                width,
-                color=colour,
-                hatch=HATCHES[side > 0],
-                edgecolor="white",
-                linewidth=0,
-            )
-        )
-        near = data[(data["rounding"] == name) & (data["what"] == "comes from")]
-        error_axes.plot(
-            near["value"],
-            near["mean_error"],
-            color=colour,
-            linestyle=dash,
-            marker=marker,
-            markersize=2.5,
-            linewidth=1.2,
-        )
+    drawing = Drawing(question, 9, 3.6, f"Mean error of all: {errors}.")
+    (count_axes, error_axes), handles, width = drawing.panels(2, 2), [], 0.4
+    looks = ((-1, COLOURS[1], "o", "--"), (1, COLOURS[0], "s", "-"))
+    for each, (side, colour, marker, dash) in zip(every, looks, strict=True):
+        counts, near = (each[each["what"] == what] for what in ("goes to", "comes from"))
+        middles, bar = np.arange(len(codes)) + side * width / 2, {"edgecolor": "white", "linewidth": 0}
+        hatch = HATCHES[side > 0]
+        handles.append(count_axes.bar(middles, counts["count"], width, color=colour, hatch=hatch, **bar))
+        line = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 2.5, "linewidth": 1.2}
+        error_axes.plot(near["value"], near["mean_error"], **line)
     count_axes.set_xticks(range(len(codes)), [f"{code:g}" for code in codes], size="small")
     count_axes.set(xlabel="value on the grid", ylabel="values that go there")
     count_axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     error_axes.axhline(0, color=GREY, linewidth=1)
     error_axes.set(xlabel="value before rounding", ylabel="mean error of the values there")
-    legend(body, handles, list(results), "outside lower center")
-    return finished("rounding_histogram", question, body, data)
+    drawing.legend(handles, list(results), "outside lower center")
+    return drawing.picture(data, "rounding_histogram")
 
 
 def _rounded(name: str, source: np.ndarray, rounded: np.ndarray, codes: np.ndarray) -> pd.DataFrame:
@@ -247,16 +200,8 @@ def _rounded(name: str, source: np.ndarray, rounded: np.ndarray, codes: np.ndarr
     sums = np.bincount(interval, rounded - source, minlength=60)
     errors = np.divide(sums, counts, out=np.full(60, np.nan), where=counts > 0)
     code_counts = np.bincount(np.searchsorted(codes, rounded + 0.0), minlength=len(codes))
-    goes = pd.DataFrame(
-        {"rounding": name, "what": "goes to", "value": codes, "count": code_counts, "mean_error": np.nan}
-    )
-    comes = pd.DataFrame(
-        {
-            "rounding": name,
-            "what": "comes from",
-            "value": (edges[:-1] + edges[1:]) / 2,
-            "count": counts,
-            "mean_error": errors,
-        }
-    )
-    return pd.concat([goes, comes[comes["count"] > 0]], ignore_index=True)
+    goes = {"what": "goes to", "value": codes, "count": code_counts, "mean_error": np.nan}
+    middles = (edges[:-1] + edges[1:]) / 2
+    comes = {"what": "comes from", "value": middles, "count": counts, "mean_error": errors}
+    both = [pd.DataFrame({"rounding": name} | part) for part in (goes, comes)]
+    return pd.concat([both[0], both[1][counts > 0]], ignore_index=True)
