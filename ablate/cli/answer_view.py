@@ -22,7 +22,7 @@ from ablate.reports.comparison_tables import (
     summary_table,
 )
 from ablate.reports.effect_table import Line, lines
-from ablate.reports.figures.sensitivity_map import grid_table
+from ablate.reports.maps import grid_table
 from ablate.reports.plain_text import wrapped
 from ablate.reports.table import Column, Table
 from ablate.reports.table_notes import emulated, reading

@@ -22,14 +22,13 @@ from ablate.reports.answer_verdict import VerdictSentences
 from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
-from ablate.reports.figures.blame_search import search_parts
 from ablate.reports.figures.effects import LAYERS_SQNR, operand_errors
-from ablate.reports.figures.sensitivity_map import map_parts
 from ablate.reports.figures.style import Picture
 from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
+from ablate.reports.maps import map_parts, search_parts
 from ablate.reports.page import Code, Gallery, Part, Section, Text, section
 from ablate.reports.run_tables import recipes_table, runs_table
 from ablate.reports.search_parts import effects_parts, front_parts

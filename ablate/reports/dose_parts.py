@@ -15,10 +15,9 @@ from ablate.recipes import KNOBS
 from ablate.reports.drawn import SQUARE, mark, reach, round_numbers
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
-from ablate.reports.table import VERDICT, Cell, Table, TablePicture
+from ablate.reports.table import VERDICT, Cell, DrawnTable, Table
 from ablate.results.doses import Dose, Doses, sentence
 from ablate.results.number_text import bounds, interval, minus
-from ablate.results.paired_stats import Difference, Verdict
 from ablate.results.verdict_text import verdict_text
 
 _HEIGHT, _TOP, _BOTTOM = 330, 20, 44
@@ -38,80 +37,46 @@ _CROWDED = 0.12
 
 
 @dataclass(frozen=True)
-class DosePicture(TablePicture):
-    """Drawing of a dose-response on a page; a table elsewhere."""
+class _Plot:
+    """Drawing of one dose-response, on the scale from `low` to `high`."""
 
     doses: Doses
     metric: Metric
-    unit: str
     coloured: bool
+    low: float
+    high: float
 
-    def html(self) -> str:
-        """Return a heading, the drawing, and how to read it."""
-        given = "".join(f", with {knob} {value}" for knob, value in self.doses.given.items())
-        knob = KNOBS.get(self.doses.knob)
-        means = f' <span class="means">{inline(knob.help)}</span>' if knob else ""
-        unit = f", {self.unit}" if self.unit else ""
-        kind = self.doses.reference.gap.interval if self.doses.reference.gap else "95 % interval"
-        title = inline(f"{self.metric.name}{unit}: change from {self._named}{given}")
-        return (
-            f'<div class="dose drawn"><p><b>{title}</b>{means}</p>{self._drawing()}'
-            f'<p class="about">Bars: {kind} of the paired difference, each by itself. Filled: decided after'
-            " Holm's correction; open: undecided."
-            f' <a href="figures/{self.table.name}.csv">CSV</a></p></div>'
-        )
-
-    @property
-    def _named(self) -> str:
-        return f"{self.doses.knob} {self.doses.reference}"
-
-    @property
-    def table(self) -> Table:
-        """Numbers of the drawing."""
-        change = f"change from {self.doses.reference}"
-        rows: list[dict[str, Cell]] = [
-            {
-                self.doses.knob: str(dose),
-                change: interval(dose.change[0]) if dose.change else "",
-                VERDICT: verdict_text(dose.change[1], short=True) if dose.change else "",
-                "gap to baseline": interval(dose.gap) if dose.gap else "",
-                "of the gap closed": str(dose.closed or ""),
-            }
-            for dose in self.doses.values
-        ]
-        return Table.of(f"doses-{self.doses.knob.replace('.', '-')}", rows)
-
-    def _drawing(self) -> str:
-        changes = [(str(dose), *dose.change) for dose in self.doses.values if dose.change]
-        low, high = reach(((change, self.doses.margin) for _, change, _ in changes), _FARTHEST)
-        scale = _Scale(low, high)
+    def svg(self) -> str:
         numbers = "".join(
-            f'<text x="{_LEFT - 1.5}%" y="{scale.y(value) + 4:.1f}" text-anchor="end">{text}</text>'
-            for value, text in round_numbers(low, high)
+            f'<text x="{_LEFT - 1.5}%" y="{self._y(value) + 4:.1f}" text-anchor="end">{text}</text>'
+            for value, text in round_numbers(self.low, self.high)
         )
-        places = positions([dose.value for dose in self.doses.values])
+        places, zero = positions([dose.value for dose in self.doses.values]), f"{self._y(0):.1f}"
         wordy = min(b - a for a, b in itertools.pairwise(places)) > _WORDY
-        marks = "".join(
-            self._mark(dose, x, scale, wordy) for dose, x in zip(self.doses.values, places, strict=True)
-        )
-        numbers_said = "; ".join(_said(*change) for change in changes)
-        label = html_text(f"{self.metric.name}, change from {self._named}: {numbers_said}")
+        drawn = zip(self.doses.values, places, strict=True)
+        marks = "".join(self._mark(dose, x, wordy) for dose, x in drawn)
+        said = "; ".join(_said(dose) for dose in self.doses.values if dose.change)
+        label = html_text(f"{self.metric.name}, change from {_reference(self.doses)}: {said}")
         return (
             f'<svg width="100%" height="{_HEIGHT}" role="img" aria-label="{label}">'
-            f"{self._band(scale)}{numbers}{_names(self.doses.values, places)}"
-            f'<line class="zero" x1="{_LEFT}%" x2="{_RIGHT}%" y1="{scale.y(0):.1f}" y2="{scale.y(0):.1f}"/>'
-            f"{self._ends()}{marks}"
+            f"{self._band()}{numbers}{_names(self.doses.values, places)}"
+            f'<line class="zero" x1="{_LEFT}%" x2="{_RIGHT}%" y1="{zero}" y2="{zero}"/>{self._ends()}{marks}'
             f'<text x="{(_LEFT + _RIGHT) / 2}%" y="{_HEIGHT - 6}" text-anchor="middle">'
             f"{html_text(self.doses.knob)}</text></svg>"
         )
 
-    def _band(self, scale: "_Scale") -> str:
+    def _y(self, value: float) -> float:
+        """Return the position of a value in pixels, at the edge if it lies beyond."""
+        share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
+        return _TOP + share * (_HEIGHT - _TOP - _BOTTOM - 10)
+
+    def _band(self) -> str:
         margin = self.doses.margin
         if not margin:
             return ""
-        top, bottom = scale.y(margin), scale.y(-margin)
+        top, bottom = self._y(margin), self._y(-margin)
         text = top + 14 if bottom - top > _THICK else top - 5
-        outline = "" if margin < max(scale.high, -scale.low) else ' style="stroke: none"'
+        outline = "" if margin < max(self.high, -self.low) else ' style="stroke: none"'
         return (
             f'<rect class="margin" x="{_LEFT}%" y="{top:.1f}" width="{_RIGHT - _LEFT}%"'
             f' height="{bottom - top:.1f}"{outline}/><text class="end" x="{_LEFT + 1}%" y="{text:.1f}">'
@@ -121,53 +86,42 @@ class DosePicture(TablePicture):
     def _ends(self) -> str:
         """Return the words above and below the axes."""
         above, below = ("worse", "better") if self.metric.direction == "minimize" else ("better", "worse")
-        named = html_text(self._named)
-        return (
-            f'<text class="end" x="{_RIGHT}%" y="12" text-anchor="end">{above} than {named} ↑</text>'
-            f'<text class="end" x="{_RIGHT}%" y="{_HEIGHT - _BOTTOM + 2}" text-anchor="end">'
-            f"{below} than {named} ↓</text>"
+        named = html_text(_reference(self.doses))
+        return "".join(
+            f'<text class="end" x="{_RIGHT}%" y="{y}" text-anchor="end">{word} than {named} {arrow}</text>'
+            for y, word, arrow in ((12, above, "↑"), (_HEIGHT - _BOTTOM + 2, below, "↓"))
         )
 
-    def _mark(self, dose: Dose, x: float, scale: "_Scale", wordy: bool) -> str:
+    def _mark(self, dose: Dose, x: float, wordy: bool) -> str:
         if dose.change is None:
-            return f'<g class="equivalent">{mark(x, scale.y(0), "", SQUARE)}</g>'
+            return f'<g class="equivalent">{mark(x, self._y(0), "", SQUARE)}</g>'
         one, verdict = dose.change
-        kind, parts = (
-            verdict.shown if self.coloured else "open",
-            [f"<title>{_said(str(dose), *dose.change)}</title>"],
-        )
+        kind, parts = verdict.shown if self.coloured else "open", [f"<title>{_said(dose)}</title>"]
         if one.has_interval:
-            top, bottom = scale.y(one.high), scale.y(one.low)
+            top, bottom = self._y(one.high), self._y(one.low)
             parts.append(f'<line class="bar" x1="{x:.2f}%" x2="{x:.2f}%" y1="{top:.1f}" y2="{bottom:.1f}"/>')
+            up, down = (top, "M-5 8L0 0 5 8z"), (bottom, "M-5-8L0 0 5-8z")
             parts += [
                 f'<svg x="{x:.2f}%" y="{y:.1f}" overflow="visible"><path class="beyond" d="{path}"/></svg>'
-                for y, path, out in (
-                    (top, "M-5 8L0 0 5 8z", one.high > scale.high),
-                    (bottom, "M-5-8L0 0 5-8z", one.low < scale.low),
-                )
-                if out
+                for y, path in [up] * (one.high > self.high) + [down] * (one.low < self.low)
             ]
         if one.pairs:
-            parts.append(mark(x, scale.y(one.mean), kind))
+            parts.append(mark(x, self._y(one.mean), kind))
         if wordy and kind != "open":
-            y = scale.y(one.mean) - 8
+            y = self._y(one.mean) - 8
             parts.append(f'<text class="word" x="{x + 1.4:.2f}%" y="{y:.1f}">{kind}</text>')
         return f'<g class="{kind}">{"".join(parts)}</g>'
 
 
-def _said(value: str, change: Difference, verdict: Verdict) -> str:
-    return f"{value}: {minus(bounds(change))}, {verdict_text(verdict, short=True)}"
+def _said(dose: Dose) -> str:
+    if dose.change is None:
+        return ""
+    change, verdict = dose.change
+    return f"{dose}: {minus(bounds(change))}, {verdict_text(verdict, short=True)}"
 
 
-@dataclass(frozen=True)
-class _Scale:
-    low: float
-    high: float
-
-    def y(self, value: float) -> float:
-        """Return the position of a value in pixels, at the edge if it lies beyond."""
-        share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
-        return _TOP + share * (_HEIGHT - _TOP - _BOTTOM - 10)
+def _reference(doses: Doses) -> str:
+    return f"{doses.knob} {doses.reference}"
 
 
 def positions(values: Sequence[float | None]) -> list[float]:
@@ -204,6 +158,34 @@ def dose_parts(found: Sequence[Doses], metric: Metric, unit: str, coloured: bool
     `coloured`: False if a check failed, so that nothing may be coloured."""
     shown: list[Part] = []
     for doses in found:
-        shown.append(DosePicture(doses, metric, unit, coloured))
+        shown.append(_picture(doses, metric, unit, coloured))
         shown += [Text(text)] if (text := sentence(doses)) else []
     return shown
+
+
+def _picture(doses: Doses, metric: Metric, unit: str, coloured: bool) -> DrawnTable:
+    """Return a heading, the drawing, how to read it, and the numbers."""
+    rows: list[dict[str, Cell]] = [
+        {
+            doses.knob: str(dose),
+            f"change from {doses.reference}": interval(dose.change[0]) if dose.change else "",
+            VERDICT: verdict_text(dose.change[1], short=True) if dose.change else "",
+            "gap to baseline": interval(dose.gap) if dose.gap else "",
+            "of the gap closed": str(dose.closed or ""),
+        }
+        for dose in doses.values
+    ]
+    table, knob = Table.of(f"doses-{doses.knob.replace('.', '-')}", rows), KNOBS.get(doses.knob)
+    given = "".join(f", with {knob} {value}" for knob, value in doses.given.items())
+    means = f' <span class="means">{inline(knob.help)}</span>' if knob else ""
+    of = f"{metric.name}{f', {unit}' if unit else ''}"
+    title = inline(f"{of}: change from {_reference(doses)}{given}")
+    kind = doses.reference.gap.interval if doses.reference.gap else "95 % interval"
+    changes = ((dose.change[0], doses.margin) for dose in doses.values if dose.change)
+    plot = _Plot(doses, metric, coloured, *reach(changes, _FARTHEST))
+    html = (
+        f'<div class="dose drawn"><p><b>{title}</b>{means}</p>{plot.svg()}'
+        f'<p class="about">Bars: {kind} of the paired difference, each by itself. Filled: decided after'
+        f' Holm\'s correction; open: undecided. <a href="figures/{table.name}.csv">CSV</a></p></div>'
+    )
+    return DrawnTable(html, table)

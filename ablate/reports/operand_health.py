@@ -4,19 +4,17 @@ All read the last values that each run recorded, as means over its seeds. What s
 reader of a healthy sweep has seen everything after one sentence.
 """
 
-import csv
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import pandas as pd
 
 from ablate.experiment.schema import Metric
 from ablate.reports.figures import tables
 from ablate.reports.figures.health import in_order
-from ablate.reports.plain_text import csv_cell, inline
-from ablate.reports.table import Cell, Table, tinted_map
+from ablate.reports.plain_text import inline
+from ablate.reports.table import Cell, DrawnTable, Table, only, tinted_map
 from ablate.results.number_text import counted, minus
 from ablate.training.metric_names import PRODUCTS, SQUARED_BIAS, VARIANCE, parse
 
@@ -70,8 +68,6 @@ def most_zero(records: pd.DataFrame) -> str:
 
 def _weak_layers(records: pd.DataFrame) -> Iterator[str]:
     layers = by_layer(records)
-    if layers.empty:
-        return
     layers["below"] = layers.groupby(["arm", "slot"])["sqnr_db"].transform("median") - layers["sqnr_db"]
     weak = layers[layers["below"] >= BELOW].sort_values("below", ascending=False, kind="stable")
     for line in weak.itertuples():
@@ -80,12 +76,9 @@ def _weak_layers(records: pd.DataFrame) -> Iterator[str]:
 
 def _fallen(records: pd.DataFrame) -> Iterator[str]:
     selected = tables.errors_of_slots(records, {"sqnr_db"}).sort_values("step", kind="stable")
-    if selected.empty:
-        return
     runs = selected.groupby(["arm", "slot", "seed"], sort=False)["value"]
-    ends = (
-        pd.DataFrame({"first": runs.first(), "last": runs.last()}).groupby(["arm", "slot"], sort=False).mean()
-    )
+    ends = pd.DataFrame({"first": runs.first(), "last": runs.last()})
+    ends = ends.groupby(["arm", "slot"], sort=False).mean()
     ends["lost"] = ends["first"] - ends["last"]
     for (arm, slot), line in ends[ends["lost"] >= FALL].sort_values("lost", ascending=False).iterrows():
         yield f"{slot} in {arm}, {line['first']:.1f} to {line['last']:.1f} dB"
@@ -106,23 +99,22 @@ def _last_shares(records: pd.DataFrame, error: str) -> pd.DataFrame:
 def by_layer(records: pd.DataFrame) -> pd.DataFrame:
     """Return the last SQNR (`quant/<slot>/sqnr_db/<layer>`, dB) of every layer's operands, mean over seeds:
     columns arm, slot, layer and sqnr_db, in the order of arms, operands and blocks."""
-    columns = {"slot": "slot", "layer": "layer"}
+    fits = {"slot": "slot", "layer": "layer"}
     selected = tables.chosen(
-        records, lambda name: name.metric == "sqnr_db" and name.layer is not None, **columns
+        records, lambda name: name.metric == "sqnr_db" and name.layer is not None, **fits
     )
-    means = (
-        tables.last(selected).groupby(["arm", "slot", "layer"], sort=False, as_index=False)["value"].mean()
-    )
-    order = {arm: number for number, arm in enumerate(dict.fromkeys(selected["arm"]))}
-    keys = pd.DataFrame(
-        {
-            "arm": means["arm"].map(order),
-            "slot": means["slot"].map(in_order(means["slot"]).index),
-            "layer": means["layer"].map(_block),
-        }
-    )
-    means = means.loc[keys.sort_values(["arm", "slot", "layer"], kind="stable").index]
-    return means.rename(columns={"value": "sqnr_db"}).reset_index(drop=True)
+    runs = tables.last(selected).groupby(["arm", "slot", "layer"], sort=False, as_index=False)
+    return _ordered(runs["value"].mean(), selected["arm"]).rename(columns={"value": "sqnr_db"})
+
+
+def _ordered(lines: pd.DataFrame, arms: Iterable[str]) -> pd.DataFrame:
+    """Return lines in the order of `arms`, of operands in a layer, and of blocks if they have layers."""
+    order = {arm: number for number, arm in enumerate(dict.fromkeys(arms))}
+    keys = pd.DataFrame({"arm": lines["arm"].map(order)})
+    keys["slot"] = lines["slot"].map(in_order(lines["slot"]).index)
+    if "layer" in lines:
+        keys["layer"] = lines["layer"].map(_block)
+    return lines.loc[keys.sort_values([*keys], kind="stable").index].reset_index(drop=True)
 
 
 def _block(layer: str) -> tuple[int, ...]:
@@ -144,9 +136,9 @@ def shares_tables(records: pd.DataFrame) -> list[Table]:
         arms, total = tables.arms(shares.assign(seed=0, step=0, metric=error), Metric(name=error))
         values = {(line.arm, line.slot): float(line.value) for line in shares.itertuples()}
         slots = in_order(shares["slot"])
-        rows: list[dict[str, Cell]] = []
-        for arm in arms:
-            rows.append({"arm": arm, **{slot: _percent(values.get((arm, slot))) for slot in slots}})
+        rows: list[dict[str, Cell]] = [
+            {"arm": arm} | {slot: _percent(values.get((arm, slot))) for slot in slots} for arm in arms
+        ]
         few = f"; {len(arms)} of {total:,} arms" if len(arms) < total else ""
         found.append(Table.of(name, rows, f"{caption} at the end: mean over layers and seeds{few}."))
     return found
@@ -158,65 +150,50 @@ def _percent(value: float | None) -> Cell:
     return (f"{100 * value:.{1 if value >= 0.001 else 4}f} %" if value else "0", value)
 
 
-@dataclass(frozen=True)
-class LayerMaps:
-    """SQNR of every layer by operand, an arm at a time, beside its difference to the first arm's. The arm
-    whose lowest value is lowest is open."""
-
-    layers: pd.DataFrame
-    """Result of `by_layer`."""
-
-    def _maps(self) -> list[tuple[str, pd.DataFrame]]:
-        """Return the arms with the lowest layers, the lowest first."""
-        lowest = self.layers.groupby("arm", sort=False)["sqnr_db"].min().sort_values(kind="stable")
-        return [(arm, self.layers[self.layers["arm"] == arm]) for arm in lowest.index[:_MOST_MAPS]]
-
-    def _lines(self) -> list[tuple[str, str]]:
-        found = []
-        for arm, lines in self._maps():
-            low = lines.loc[lines["sqnr_db"].idxmin()]
-            found.append((arm, f"lowest {low['sqnr_db']:.1f} dB, {low['slot']} of {low['layer']}"))
-        return found
-
-    @property
-    def _note(self) -> str:
-        arms = self.layers["arm"].nunique()
-        few = (
-            f" Of {counted(arms, 'arm')}, the {_MOST_MAPS} with the lowest layers."
-            if arms > _MOST_MAPS
-            else ""
-        )
-        return f"Signal to quantisation noise in dB at the end, mean over seeds; more is better.{few}"
-
-    def html(self) -> str:
-        """Return one map an arm, of which a reader opens one at a time: needs no script."""
-        first = self.layers["arm"].iloc[0]
-        reference = _values(self.layers[self.layers["arm"] == first])
-        opened = [
-            f'<details name="layers"{" open" if number == 0 else ""}><summary><b>{inline(arm)}</b>'
-            f" {inline(low)}</summary>{_map(lines)}"
-            f"{_map(lines, first, reference) if arm != first else ''}</details>"
-            for number, ((arm, low), (_, lines)) in enumerate(zip(self._lines(), self._maps(), strict=True))
-        ]
-        return f'<div class="maps"><p>{self._note}</p>{"".join(opened)}</div>'
-
-    def markdown(self) -> str:
-        """Return each arm with its lowest layer; the CSV file has them all."""
-        return "\n".join((self._note, "", *(f"- {arm}: {low}" for arm, low in self._lines())))
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "layers.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(self.layers.columns)
-            for line in self.layers.itertuples(index=False):
-                writer.writerow([*(csv_cell(str(text)) for text in line[:3]), f"{line[3]:.6g}"])
+def _by_arm(
+    kind: str, group: str, note: str, arms: Mapping[str, tuple[str, str]], numbers: Table, legend: str = ""
+) -> DrawnTable:
+    """Return drawings of arms, of which a reader opens one at a time, without a script; elsewhere a remark on
+    each arm. `kind`: class in the style sheet; `group`: name of the drawings, of which one is open; `arms`:
+    remark and drawing of each, the first of which is open."""
+    opened = [
+        f'<details name="{group}"{" open" * (number == 0)}><summary><b>{inline(arm)}</b> {inline(remark)}'
+        f"</summary>{drawing}</details>"
+        for number, (arm, (remark, drawing)) in enumerate(arms.items())
+    ]
+    html = f'<div class="{kind}"><p>{note}</p>{legend}{"".join(opened)}</div>'
+    text = "\n".join((note, "", *(f"- {arm}: {remark}" for arm, (remark, _) in arms.items())))
+    return DrawnTable(html, numbers, text)
 
 
-def layer_maps(records: pd.DataFrame) -> LayerMaps | None:
-    """Return the maps of all arms by `quant/<slot>/sqnr_db/<layer>` (dB); None if no layer was recorded."""
+def _as_csv(name: str, lines: pd.DataFrame) -> Table:
+    """Return a frame as the table of a CSV file, numbers with six digits."""
+    cells = lines.map(lambda cell: cell if isinstance(cell, str) else "" if pd.isna(cell) else f"{cell:.6g}")
+    table = Table.of(name, cells.to_dict("records"))
+    return replace(table, columns=only("csv", *table.columns))
+
+
+def layer_maps(records: pd.DataFrame) -> DrawnTable | None:
+    """Return the SQNR of every layer by operand (`quant/<slot>/sqnr_db/<layer>`, dB), an arm at a time,
+    beside its difference to the first arm's; the arm with the lowest value is open. None if no layer was
+    recorded."""
     layers = by_layer(records)
-    return None if layers.empty else LayerMaps(layers)
+    if layers.empty:
+        return None
+    first = layers["arm"].iloc[0]
+    by_arm = {str(arm): lines for arm, lines in layers.groupby("arm", sort=False)}
+    lowest = layers.groupby("arm", sort=False)["sqnr_db"].min().sort_values(kind="stable")
+    arms: dict[str, tuple[str, str]] = {}
+    for arm in lowest.index[:_MOST_MAPS]:
+        lines = by_arm[arm]
+        low = lines.loc[lines["sqnr_db"].idxmin()]
+        beside = _map(lines, first, by_arm[first]) if arm != first else ""
+        remark = f"lowest {low['sqnr_db']:.1f} dB, {low['slot']} of {low['layer']}"
+        arms[arm] = remark, f"{_map(lines)}{beside}"
+    few = f" Of {counted(len(by_arm), 'arm')}, the {_MOST_MAPS} with the lowest layers."
+    note = "Signal to quantisation noise in dB at the end, mean over seeds; more is better."
+    note += few if len(by_arm) > _MOST_MAPS else ""
+    return _by_arm("maps", "layers", note, arms, _as_csv("layers", layers))
 
 
 _PARTS = {
@@ -225,69 +202,58 @@ _PARTS = {
     "grid": ("grid noise", "distance to the points of the grid"),
 }
 """Parts of an operand's error: name and meaning, in the order of a bar."""
-
-
-@dataclass(frozen=True)
-class ErrorSplit:
-    """Parts of the error of every operand, beside the gain of its product, an arm at a time."""
-
-    operands: pd.DataFrame
-    """Columns arm, slot, dead, scale, grid (shares of the error's energy), sqnr_db, and gain (of the product;
-    NaN if it was not recorded), in the order of arms and operands."""
-
-    def html(self) -> str:
-        """Return a table an arm, with the three parts as a bar, of which a reader opens one at a time."""
-        legend = "".join(
-            f'<span><i class="{part}"></i>{name}: {meaning}</span>'
-            for part, (name, meaning) in _PARTS.items()
-        )
-        opened = [
-            f'<details name="split"{" open" if number == 0 else ""}><summary><b>{inline(str(arm))}</b>'
-            f" {inline(self._most(lines))}</summary>{_split_table(lines)}</details>"
-            for number, (arm, lines) in enumerate(self._arms())
-        ]
-        return f'<div class="split"><p>{_SPLIT_NOTE}</p><p class="legend">{legend}</p>{"".join(opened)}</div>'
-
-    @staticmethod
-    def _most(lines: pd.DataFrame) -> str:
-        """Return the operand with the largest part that is not noise of the grid."""
-        line = lines.loc[(lines["dead"] + lines["scale"]).idxmax()]
-        return f"least grid noise {line['grid']:.0%}, {line['slot']}"
-
-    def markdown(self) -> str:
-        """Return the operand of each arm with the least noise of the grid; the CSV file has them all."""
-        return "\n".join((_SPLIT_NOTE, "", *(f"- {arm}: {self._most(lines)}" for arm, lines in self._arms())))
-
-    def _arms(self) -> list[tuple[object, pd.DataFrame]]:
-        """Return each arm with its operands, those with the least noise of the grid first."""
-        groups = self.operands.groupby("arm", sort=False)
-        return sorted(groups, key=lambda group: float(group[1]["grid"].min()))
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = self.operands.assign(arm=self.operands["arm"].map(lambda arm: csv_cell(str(arm))))
-        text.to_csv(folder / "error_split.csv", index=False, float_format="%.6g", lineterminator="\n")
-
-
 _SPLIT_NOTE = (
     "Why: three parts that add up to the energy of each operand's error, at the end, means over layers and"
     " seeds; and the gain of its product, where 1 is unbiased."
 )
 
 
+def error_split(records: pd.DataFrame) -> DrawnTable | None:
+    """Return the parts of the operands' errors as bars, an arm at a time, from `quant/<slot>/dead_share`,
+    `.../scale_share`, `.../grid_share`, `.../sqnr_db` and `gemm/<product>/gain`; those with the least noise
+    of the grid first. None if they were not recorded."""
+    errors = {"dead": "dead_share", "scale": "scale_share", "grid": "grid_share", "sqnr_db": "sqnr_db"}
+    whole, *others = (
+        _last_shares(records, error).rename(columns={"value": name}) for name, error in errors.items()
+    )
+    if whole.empty:
+        return None
+    for column in others:
+        whole = whole.merge(column, "left", ["arm", "slot"])
+    gains = tables.chosen(
+        records,
+        lambda name: name.family == PRODUCTS and name.layer is None and name.metric == "gain",
+        product="slot",
+    )
+    gain = tables.last(gains).groupby(["arm", "product"], sort=False)["value"].mean()
+    products = whole["slot"].str.partition(".")[0]
+    whole["gain"] = [gain.get(key, math.nan) for key in zip(whole["arm"], products, strict=True)]
+    whole = _ordered(whole, whole["arm"])
+    arms: dict[str, tuple[str, str]] = {}
+    for arm, lines in sorted(
+        whole.groupby("arm", sort=False), key=lambda group: float(group[1]["grid"].min())
+    ):
+        least = lines.loc[(lines["dead"] + lines["scale"]).idxmax()]
+        arms[str(arm)] = f"least grid noise {least['grid']:.0%}, {least['slot']}", _split_table(lines)
+    legend = "".join(
+        f'<span><i class="{part}"></i>{name}: {meaning}</span>' for part, (name, meaning) in _PARTS.items()
+    )
+    numbers = _as_csv("error_split", whole)
+    return _by_arm("split", "split", _SPLIT_NOTE, arms, numbers, f'<p class="legend">{legend}</p>')
+
+
 def _split_table(lines: pd.DataFrame) -> str:
     """Return one arm's operands as a table with bars."""
-    head = "".join(
-        f'<th scope="col" class="number">{name}</th>'
-        for name in ("SQNR, dB", *(n for n, _ in _PARTS.values()))
-    )
+    heads = ["SQNR, dB", *(name for name, _ in _PARTS.values())]
+    head = "".join(f'<th scope="col" class="number">{name}</th>' for name in heads)
     rows = []
     for line in lines.to_dict("records"):
+        shares = {part: 100 * line[part] for part in _PARTS}
+        numbers = "".join(f'<td class="number">{share:.1f} %</td>' for share in shares.values())
         widths = "".join(
-            f'<i class="{part}" style="width:{100 * min(1.0, max(0.0, line[part])):.1f}%"></i>'
-            for part in _PARTS
+            f'<i class="{part}" style="width:{min(100.0, max(0.0, share)):.1f}%"></i>'
+            for part, share in shares.items()
         )
-        numbers = "".join(f'<td class="number">{100 * line[part]:.1f} %</td>' for part in _PARTS)
         gain = "" if pd.isna(line["gain"]) else f"{line['gain']:.4f}"
         sqnr = "" if pd.isna(line["sqnr_db"]) else f"{line['sqnr_db']:.1f}"
         rows.append(
@@ -298,34 +264,6 @@ def _split_table(lines: pd.DataFrame) -> str:
         f'<div class="scroll"><table><thead><tr><th scope="col">operand</th>{head}<th scope="col">parts</th>'
         '<th scope="col" class="number">gain of the product</th></tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def error_split(records: pd.DataFrame) -> ErrorSplit | None:
-    """Return the parts of the operands' errors, from `quant/<slot>/dead_share`, `.../scale_share`,
-    `.../grid_share`, `.../sqnr_db` and `gemm/<product>/gain`; None if they were not recorded."""
-    columns = {**{part: _last_shares(records, f"{part}_share") for part in _PARTS}}
-    columns["sqnr_db"] = _last_shares(records, "sqnr_db")
-    if columns["dead"].empty:
-        return None
-    whole = columns.pop("dead").rename(columns={"value": "dead"})
-    for name, column in columns.items():
-        whole = whole.merge(column.rename(columns={"value": name}), "left", ["arm", "slot"])
-    gains = tables.chosen(
-        records,
-        lambda name: name.family == PRODUCTS and name.layer is None and name.metric == "gain",
-        product="slot",
-    )
-    found = tables.last(gains).groupby(["arm", "product"], sort=False)["value"].mean()
-    whole["gain"] = [
-        found.get((line.arm, str(line.slot).partition(".")[0]), math.nan) for line in whole.itertuples()
-    ]
-    arms = {arm: number for number, arm in enumerate(dict.fromkeys(whole["arm"]))}
-    keys = pd.DataFrame(
-        {"arm": whole["arm"].map(arms), "slot": whole["slot"].map(in_order(whole["slot"]).index)}
-    )
-    return ErrorSplit(
-        whole.loc[keys.sort_values(["arm", "slot"], kind="stable").index].reset_index(drop=True)
     )
 
 
@@ -356,35 +294,27 @@ def _values(lines: pd.DataFrame) -> dict[tuple[str, str], float]:
     return {(line.layer, line.slot): float(line.sqnr_db) for line in lines.itertuples()}
 
 
-def _map(
-    lines: pd.DataFrame, first: str = "", reference: Mapping[tuple[str, str], float] | None = None
-) -> str:
+def _map(lines: pd.DataFrame, first: str = "", reference: pd.DataFrame | None = None) -> str:
     """Return layers by operands as a table, tinted by what was lost, or by the difference to a reference."""
-    slots, layers = list(dict.fromkeys(lines["slot"])), list(dict.fromkeys(lines["layer"]))
-    values, cell = _values(lines), _tinted
+    values, title = _values(lines), ""
     if reference is not None:
-        values = {at: value - reference[at] for at, value in values.items() if at in reference}
-        cell = _different
-    rows = {
-        layer: [cell(values.get((layer, slot))) for slot in slots] for layer in sorted(layers, key=_block)
-    }
-    title = f"<caption>dB more (blue) or less (red) than {inline(first)}</caption>" if first else ""
+        other = _values(reference)
+        values = {at: value - other[at] for at, value in values.items() if at in other}
+        title = f"<caption>dB more (blue) or less (red) than {inline(first)}</caption>"
+
+    def cell(layer: str, slot: str) -> str:
+        value = values.get((layer, slot))
+        if value is None:
+            return "<td></td>"
+        if not title:
+            lost = min(1.0, max(0.0, (_HIGHEST - value) / (_HIGHEST - _LOWEST)))
+            return f'<td class="number" style="--lost:{100 * lost:.0f}%">{value:.1f}</td>'
+        kind, share = "more" if value > 0 else "less", 100 * min(1.0, abs(value) / FALL)
+        return f'<td class="number {kind}" style="--share:{share:.0f}%">{minus(f"{value:+z.1f}")}</td>'
+
+    slots, layers = dict.fromkeys(lines["slot"]), sorted(dict.fromkeys(lines["layer"]), key=_block)
+    rows = {layer: [cell(layer, slot) for slot in slots] for layer in layers}
     return tinted_map(slots, rows, title) if values else ""
-
-
-def _tinted(value: float | None) -> str:
-    if value is None:
-        return "<td></td>"
-    lost = min(1.0, max(0.0, (_HIGHEST - value) / (_HIGHEST - _LOWEST)))
-    return f'<td class="number" style="--lost:{100 * lost:.0f}%">{value:.1f}</td>'
-
-
-def _different(value: float | None) -> str:
-    if value is None:
-        return "<td></td>"
-    share = 100 * min(1.0, abs(value) / FALL)
-    kind = "more" if value > 0 else "less"
-    return f'<td class="number {kind}" style="--share:{share:.0f}%">{minus(f"{value:+z.1f}")}</td>'
 
 
 def recorded(records: pd.DataFrame) -> bool:

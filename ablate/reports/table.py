@@ -10,7 +10,6 @@ Columns in which no row has content are left out, and columns with numbers are a
 import csv
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -335,17 +334,22 @@ def _td(drawn: _Drawn, cell: Cell, text: str) -> str:
     return f"<td{css}{key}>{inside}</td>"
 
 
-class TablePicture(ABC):
-    """Part of a report that is a drawing on a page, and a table of its numbers elsewhere."""
+@dataclass(frozen=True)
+class DrawnTable:
+    """Part of a report that is a drawing on a page; elsewhere a text, or without one the table of its
+    numbers."""
 
-    @property
-    @abstractmethod
-    def table(self) -> Table:
-        """Numbers of the drawing."""
+    drawing: str
+    """HTML."""
+    table: Table
+    text: str = ""
+    """Markdown."""
+
+    def html(self) -> str:
+        return self.drawing
 
     def markdown(self) -> str:
-        """Return the numbers as a table."""
-        return self.table.markdown()
+        return self.text or self.table.markdown()
 
     def save(self, folder: Path) -> None:
         """Write the numbers as CSV."""

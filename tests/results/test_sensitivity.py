@@ -14,7 +14,7 @@ from support.made_up import SPEC, member
 from ablate.experiment.schema import Map
 from ablate.recipes.recipe import SLOTS
 from ablate.reports.answer import Answer
-from ablate.reports.figures.sensitivity_map import map_parts
+from ablate.reports.maps import map_parts
 from ablate.results.comparisons import Comparisons
 from ablate.results.sensitivity import ranking, sensitivity
 from ablate.store.ledger import Ledger
