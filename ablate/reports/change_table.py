@@ -11,13 +11,13 @@ Holm within a metric. The statistics are those of `results.log_ratios`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.drawn import Axis
-from ablate.reports.effect_table import by_seed
+from ablate.reports.effect_table import by_seed, headed, labelled
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.attribution import shown_value
@@ -35,7 +35,9 @@ _LARGEST = 2.0
 
 @dataclass(frozen=True)
 class _Row:
-    group: str
+    kind: str
+    """Kind of tensors; empty if there is one."""
+    baseline: str
     label: str
     changes: Sequence[Change]
     """Change by each metric."""
@@ -48,18 +50,20 @@ def change_table(name: str, sweep: Comparisons, shown: Sequence[ArmSummary], col
     group. `name`: stem of its CSV file's name; `coloured`: False if a check failed, so that no cell may be
     coloured."""
     rows = _rows(sweep, shown)
-    axes = [Axis.of_ratios(row.changes[n].log_ratio for row in rows) for n in range(len(sweep.metrics))]
     columns = [
-        *only("html", Column[_Row]("", lambda row: Html(inline(row.label) + _ASKED * row.asked))),
+        *only("html", Column[_Row]("", lambda row: labelled(row.label, row.asked))),
         Column[_Row]("arm", lambda row: row.arm.name, only=("markdown", "csv")),
     ]
-    for n, (metric, axis) in enumerate(zip(sweep.metrics, axes, strict=True)):
+    for n, metric in enumerate(sweep.metrics):
+        axis = Axis.of_ratios(row.changes[n].log_ratio for row in rows)
         columns += _columns(n, metric, axis, coloured)
-    groups = [_group(row.group) for row in rows]
-    return Table(name, rows, columns, _caption(name, sweep), groups=groups, key=_key(sweep))
-
-
-_ASKED = ' <span class="asked">the question</span>'
+    groups = [headed(row.kind, f"against {row.baseline}" if row.baseline else "") for row in rows]
+    caption = (
+        "Beside each number half its interval, or its bounds if they lie further away than a factor of 2."
+        f" Verdicts are corrected by Holm within a column. Sorted by {html_text(sweep.metrics[0].name)}."
+        f' All numbers: <a href="figures/{name}.csv">CSV</a>.'
+    )
+    return Table(name, rows, columns, Html(caption), groups=groups, key=_key(sweep))
 
 
 def _rows(sweep: Comparisons, shown: Sequence[ArmSummary]) -> list[_Row]:
@@ -74,28 +78,18 @@ def _rows(sweep: Comparisons, shown: Sequence[ArmSummary]) -> list[_Row]:
     asked = sweep.asked.arm if sweep.asked else None
     rows = []
     for name, found in by_arm.items():
-        knobs = arms[name].knobs
-        if not found:
-            continue
-        inside = {knob: knobs.get(knob) for knob in levels if knob not in kinds} if kinds else {}
-        names = ((knob.removeprefix("workload."), shown_value(knobs.get(knob))) for knob in kinds)
-        group = ", ".join(map(": ".join, names))
-        group += f" against {arms[name].baseline}" if kinds else ""
-        label = ", ".join(f"{knob} {shown_value(value)}" for knob, value in inside.items()) or name
-        rows.append(_Row(group, label, found, arms[name], name == asked))
-    order = {group: number for number, group in enumerate(dict.fromkeys(row.group for row in rows))}
-    # NaN, a refused change, has no order: such rows stand last.
-    return sorted(rows, key=lambda row: (order[row.group], *_last_without(row.changes[0].log_ratio.mean)))
+        arm, within = arms[name], [knob for knob in levels if kinds and knob not in kinds]
+        kind = ", ".join(f"{k.removeprefix('workload.')}: {shown_value(arm.knobs.get(k))}" for k in kinds)
+        label = ", ".join(f"{knob} {shown_value(arm.knobs.get(knob))}" for knob in within) or name
+        if found:
+            rows.append(_Row(kind, str(arm.baseline) if kinds else "", label, found, arm, name == asked))
+    order = list(dict.fromkeys((row.kind, row.baseline) for row in rows))
 
+    def key(row: _Row) -> tuple[int, bool, float]:
+        mean = row.changes[0].log_ratio.mean  # NaN, a refused change, has no order: such rows stand last
+        return order.index((row.kind, row.baseline)), math.isnan(mean), mean
 
-def _group(group: str) -> Html:
-    """Return the head of a group: the kind of tensors, and the baseline of its arms."""
-    kind, _, baseline = group.partition(" against ")
-    return Html(inline(kind) + f' <span class="means">against {inline(baseline)}</span>' * bool(baseline))
-
-
-def _last_without(value: float) -> tuple[bool, float]:
-    return math.isnan(value), 0.0 if math.isnan(value) else value
+    return sorted(rows, key=key)
 
 
 def _columns(n: int, metric: Metric, axis: Axis, coloured: bool) -> list[Column[_Row]]:
@@ -104,20 +98,36 @@ def _columns(n: int, metric: Metric, axis: Axis, coloured: bool) -> list[Column[
     path = f'<span class="means">{html_text(metric.name)}</span>' if title != metric.name else ""
     head = Html(f'{html_text(title)}{path}<div class="axis">{axis.head()}</div>')
 
-    def drawn(row: _Row) -> Cell:
-        return _cell(row.changes[n], row.label, title, axis, coloured)
+    def drawn(row: _Row) -> Html:
+        change = row.changes[n]
+        kind = change.verdict.shown if coloured else "open"
+        text, bound = map(minus, _texts(change))
+        label = f"{row.label}, {title}: {text} {bound}; {verdict_text(change.verdict)}"
+        return Html(
+            f'<div class="change {kind}"><span class="metric">{html_text(title)}</span>'
+            f"{axis.draw(change.log_ratio, label, kind, seeds=False)}"
+            f"<span><b>{text}</b><small>{bound}</small></span></div>"
+        )
 
-    def bound(value: float) -> Cell:
-        return f"{100 * ratio(value):.6g}" if math.isfinite(value) else ""
+    def text(row: _Row) -> Cell:
+        change, bound = _texts(row.changes[n])
+        return f"{f'{change} {bound}'.rstrip()} ({verdict_text(row.changes[n].verdict, short=True)})"
+
+    def percent(field: str) -> Callable[[_Row], Cell]:
+        def cell(row: _Row) -> Cell:
+            value = getattr(row.changes[n].log_ratio, field)
+            return f"{100 * ratio(value):.6g}" if math.isfinite(value) else ""
+
+        return cell
 
     return [
         *only("html", Column(head, drawn)),
-        *only("markdown", Column(f"{metric.name}, change", lambda row: _text(row.changes[n]))),
+        *only("markdown", Column(f"{metric.name}, change", text)),
         *only(
             "csv",
-            Column(f"{metric.name}, change in %", lambda row: bound(row.changes[n].log_ratio.mean)),
-            Column(f"{metric.name}, low", lambda row: bound(row.changes[n].log_ratio.low)),
-            Column(f"{metric.name}, high", lambda row: bound(row.changes[n].log_ratio.high)),
+            Column(f"{metric.name}, change in %", percent("mean")),
+            Column(f"{metric.name}, low", percent("low")),
+            Column(f"{metric.name}, high", percent("high")),
             Column(f"{metric.name}, pairs", lambda row: str(row.changes[n].log_ratio.pairs)),
             Column(f"{metric.name}, verdict", lambda row: verdict_text(row.changes[n].verdict)),
             Column(f"{metric.name}, log-ratios by seed", lambda row: by_seed(row.changes[n].log_ratio)),
@@ -154,22 +164,6 @@ def _texts(change: Change) -> tuple[str, str]:
     return f"{text} %", bound
 
 
-def _text(change: Change) -> str:
-    text, bound = _texts(change)
-    return f"{f'{text} {bound}'.rstrip()} ({verdict_text(change.verdict, short=True)})"
-
-
-def _cell(change: Change, label: str, title: str, axis: Axis, coloured: bool) -> Html:
-    kind = change.verdict.shown if coloured else "open"
-    text, bound = map(minus, _texts(change))
-    verdict = verdict_text(change.verdict)
-    drawing = axis.draw(change.log_ratio, f"{label}, {title}: {text} {bound}; {verdict}", kind, seeds=False)
-    return Html(
-        f'<div class="change {kind}"><span class="metric">{html_text(title)}</span>{drawing}'
-        f"<span><b>{text}</b><small>{bound}</small></span></div>"
-    )
-
-
 def _key(sweep: Comparisons) -> Html:
     minimize = {metric.direction == "minimize" for metric in sweep.metrics}
     lower, higher = ("lower", "higher") if minimize == {True} else ("better", "worse")
@@ -181,13 +175,6 @@ def _key(sweep: Comparisons) -> Html:
         f' <span class="better">● {lower}</span> <span class="worse">◆ {higher}</span>'
         " <span>○ undecided</span> (Holm)"
     )
-
-
-def _caption(name: str, sweep: Comparisons) -> Html:
-    wide = "Beside each number half its interval, or its bounds if they lie further away than a factor of 2."
-    order = f"Sorted by {html_text(sweep.metrics[0].name)}."
-    csv = f'All numbers: <a href="figures/{name}.csv">CSV</a>.'
-    return Html(f"{wide} Verdicts are corrected by Holm within a column. {order} {csv}")
 
 
 def values_table(sweep: Measurements) -> Table:

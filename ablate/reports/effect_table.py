@@ -57,11 +57,8 @@ def lines(sweep: Comparisons) -> list[Line]:
         found.append(Line(group, label, effect.effect, verdict, effect.margin, True))
     averaged = len(knobs) > 1
     for effect, verdict in sweep.main_effects if knobs else ():
-        group, label = (
-            (f"{effect.knobs[0]}: {effect.change}", "on average")
-            if averaged
-            else (effect.knobs[0], effect.change)
-        )
+        whole = f"{effect.knobs[0]}: {effect.change}", "on average"
+        group, label = whole if averaged else (effect.knobs[0], effect.change)
         if (group, label) not in stated:
             found.append(Line(group, label, effect.effect, verdict, effect.margin, sweep.asked is None))
     for contrast in sweep.contrasts if averaged else ():
@@ -92,12 +89,27 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
     unit = f", {sweep.unit}" if sweep.unit else ""
     ends = ("← better", "worse →") if metric.direction == "minimize" else ("← worse", "better →")
     seeded = any(line.verdict.needed for line in those)
+
+    def drawing(line: Line) -> Html:
+        label, kind = f"{line.group}, {line.label}: {bounds(line.difference)}", line.verdict.shown
+        return Html(axis.draw(line.difference, label, kind if coloured else "open", line.margin))
+
+    def numbers(line: Line) -> Cell:
+        text = bounds(line.difference)
+        return (minus(text) if line.difference.pairs else text, line.difference.mean)
+
+    def seeds(line: Line) -> Cell:
+        if (needed := line.verdict.needed) is None:
+            return None
+        about = "≈ " if needed.count else ""
+        return (f"{about}{needed_text(needed, ranged=False)} seeds", needed.count or MOST_SEEDS + 1)
+
     columns = [
         *only(
             "html",
-            Column(f"{metric.name}{unit}", _label),
-            Column(Html(axis.head(*ends)), lambda line: _drawing(axis, line, coloured)),
-            Column("effect, 95 % interval", _numbers),
+            Column(f"{metric.name}{unit}", lambda line: labelled(line.label, line.asked)),
+            Column(Html(axis.head(*ends)), drawing),
+            Column("effect, 95 % interval", numbers),
         ),
         *only(
             "markdown",
@@ -115,7 +127,7 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
             Column("pairs", lambda line: line.difference.runs),
         ),
         WORD,
-        Column("for a verdict", lambda line: _seeds(line.verdict), only=("html", "markdown")),
+        Column("for a verdict", seeds, only=("html", "markdown")),
         *only(
             "csv",
             Column("p (Holm)", lambda line: _plain(line.verdict.p)),
@@ -123,63 +135,39 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
             Column("differences by seed", lambda line: by_seed(line.difference)),
         ),
     ]
-    return Table(
-        name,
-        those,
-        columns,
-        Html(
-            f"Intervals are of differences {pairing(line.difference for line in those)}, each by itself;"
-            " verdicts are corrected by Holm for the number of comparisons of their kind."
-            f"{' For a verdict: seeds in all for an 80 % chance.' if seeded else ''} All numbers:"
-            f' <a href="figures/{name}.csv">CSV</a>.'
-        ),
-        [_kind(line, coloured) for line in those],
-        [verdict_notes(line.verdict) + _perhaps_little(line) for line in those],
-        [_group(line.group) for line in those],
-        _key(those),
+    caption = (
+        f"Intervals are of differences {pairing(line.difference for line in those)}, each by itself; verdicts"
+        " are corrected by Holm for the number of comparisons of their kind."
+        f"{' For a verdict: seeds in all for an 80 % chance.' if seeded else ''} All numbers:"
+        f' <a href="figures/{name}.csv">CSV</a>.'
     )
+    kinds = [line.verdict.kind if coloured and not line.verdict.exploratory else "" for line in those]
+    classes = [f"{kind}{' question' * line.asked}" for kind, line in zip(kinds, those, strict=True)]
+    notes = [verdict_notes(line.verdict) + _perhaps_little(line) for line in those]
+    knobs = [KNOBS.get(line.group.partition(":")[0]) for line in those]
+    groups = [headed(line.group, knob.help if knob else "") for line, knob in zip(those, knobs, strict=True)]
+    margin, *others = {line.margin for line in those} or {None}
+    band = f"; grey band: below {margin:.2g}, too small to matter" if margin and not others else ""
+    key = f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
+    return Table(name, those, columns, Html(caption), classes, notes, groups, key)
+
+
+def labelled(label: str, asked: bool) -> Html:
+    """Return the name of a comparison, with a mark if the question is about it."""
+    return Html(inline(label) + ' <span class="asked">the question</span>' * asked)
+
+
+def headed(group: str, means: str) -> Html:
+    """Return the head of a group, with what its name means."""
+    return Html(inline(group) + f' <span class="means">{inline(means)}</span>' * bool(means))
 
 
 def _perhaps_little(line: Line) -> list[str]:
     """Return the note that a resolved effect may be smaller than what matters."""
-    resolved, difference = line.verdict.resolved, line.difference
-    if not resolved or line.margin is None or not difference.has_interval:
-        return []
-    sure = min(abs(difference.low), abs(difference.high)) >= line.margin
-    return [] if sure else ["told from zero, but perhaps too small to matter"]
-
-
-def _drawing(axis: Axis, line: Line, coloured: bool) -> Html:
-    label = f"{line.group}, {line.label}: {bounds(line.difference)}"
-    return Html(axis.draw(line.difference, label, line.verdict.shown if coloured else "open", line.margin))
-
-
-def _numbers(line: Line) -> Cell:
-    """Return effect and interval, which sort by the effect."""
-    text = bounds(line.difference)
-    return (minus(text) if line.difference.pairs else text, line.difference.mean)
-
-
-def _label(line: Line) -> Html:
-    return Html(inline(line.label) + ' <span class="asked">the question</span>' * line.asked)
-
-
-def _kind(line: Line, coloured: bool) -> str:
-    kind = line.verdict.kind if coloured and not line.verdict.exploratory else ""
-    return f"{kind}{' question' * line.asked}"
-
-
-def _group(group: str) -> Html:
-    """Return the head of a group, with what its knob means."""
-    knob = KNOBS.get(group.partition(":")[0])
-    return Html(inline(group) + (f' <span class="means">{inline(knob.help)}</span>' if knob else ""))
-
-
-def _key(those: Sequence[Line]) -> str:
-    margins = {line.margin for line in those}
-    margin = margins.pop() if len(margins) == 1 else None
-    band = f"; grey band: below {margin:.2g}, too small to matter" if margin else ""
-    return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
+    one = line.difference
+    open_ = line.verdict.resolved and line.margin is not None and one.has_interval
+    little = open_ and min(abs(one.low), abs(one.high)) < line.margin
+    return ["told from zero, but perhaps too small to matter"] * little
 
 
 def by_seed(difference: Difference) -> str:
@@ -189,11 +177,3 @@ def by_seed(difference: Difference) -> str:
 
 def _plain(value: float) -> str:
     return f"{value:.6g}" if math.isfinite(value) else ""
-
-
-def _seeds(verdict: Verdict) -> Cell:
-    needed = verdict.needed
-    if needed is None:
-        return None
-    about = "≈ " if needed.count else ""
-    return (f"{about}{needed_text(needed, ranged=False)} seeds", needed.count or MOST_SEEDS + 1)
