@@ -5,21 +5,25 @@ on.
     answer.verdict()      # "rht: true instead of false is undecided, +0.0063 ±0.0187 nats, on average ..."
     answer.effects()      # the table of arms
 
-The numbers are read in answer_measurements.py, sentences made in answer_verdict.py, tables in
-answer_tables.py, figures in figures/. Nothing is drawn or computed a second time: every number is one of
-`summary`, `contrasts` or `attribution`.
+The numbers are read in answer_measurements.py, tables made in answer_tables.py, figures in figures/. Nothing
+is drawn or computed a second time: every number is one of `summary`, `contrasts` or `attribution`.
 """
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
+import pandas as pd
+
 from ablate.experiment.schema import START
+from ablate.recipes import Recipe
 from ablate.reports import answer_tables, operand_health
-from ablate.reports.answer_verdict import VerdictSentences
-from ablate.reports.change_table import change_table, values_table
+from ablate.reports.answer_measurements import Measurements
+from ablate.reports.change_table import change_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.figures.effects import LAYERS_SQNR, operand_errors
@@ -29,27 +33,30 @@ from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
 from ablate.reports.maps import map_parts, search_parts
-from ablate.reports.page import Code, Gallery, Part, Section, Text, section
-from ablate.reports.run_tables import recipes_table, runs_table
-from ablate.reports.search_parts import effects_parts, front_parts
+from ablate.reports.page import Answered, Chips, Code, Command, Gallery, Part, Section, Text, section
+from ablate.reports.run_tables import failures_table, recipes_table, running, runs_table
 from ablate.reports.table import Table
-from ablate.reports.table_notes import reading
-from ablate.results.doses import doses
+from ablate.reports.table_notes import dropped, emulated, null_warning, reading, smallest_damage
 from ablate.results.forked import estimand
+from ablate.results.headline import Headline, headline_of
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import described
+from ablate.results.unmet_phases import never_began
 from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.judged import Judged
 from ablate.store.trial_store import Store
+from ablate.training.metric_names import parse
 
+_MOST_NAMED = 8
+"""Largest number of arms that a sentence names."""
 _MOST_GALLERIES = 12
 """Largest number of arms whose pictures are shown."""
 
 
-class Answer(VerdictSentences):
+class Answer(Measurements):
     """One experiment, read back from its ledger, which is opened for reading. Every part of its report is a
     method; those that are only named here are described where their tables are made.
 
@@ -76,6 +83,113 @@ class Answer(VerdictSentences):
             shown.save(self.out)
         return shown
 
+    @cached_property
+    def answer(self) -> Headline:
+        """The answer, as every surface states it."""
+        return headline_of(self)
+
+    def headline(self) -> list[Part]:
+        """Return the answer with its checks, what limits it, what to do next, and how to read the table."""
+        null, answer = null_warning(self.arms), self.answer
+        chips = Chips([(check.kind, check.text) for check in answer.checks])
+        if self.running:
+            begun = any(arm.values or arm.diverged for arm in self.arms)
+            return [running(self.ledger), *([chips] if begun else []), *self.losses()]
+        design = self.ledger.facts.design
+        settling = [Text(answer.settling.text)] if answer.settling else []
+        return [
+            Answered(answer.lead, answer.text, answer.answered, answer.valid, even=answer.even),
+            chips,
+            *([Command(answer.command, answer.cost)] if answer.command else settling),
+            *([Text(answer.simplest)] if answer.simplest else []),
+            *([Text(null, "warning")] if null else []),
+            *([Text(f"{estimand(design, self.arms)} {smallest_damage(self.arms)}")] if design else []),
+            *self.losses(),
+        ]
+
+    def verdict(self) -> str:
+        """Return the answer in one or two sentences."""
+        return self.answer.sentence
+
+    def losses(self) -> list[Part]:
+        """Return sentences on missing runs, pruned and refused arms, phases that never began, and divergence,
+        and the table of the reasons of failed runs."""
+        parts: list[Part] = []
+        missing = sum(len(arm.missing) for arm in self.arms)
+        failures = failures_table(self.ledger, self.out)
+        if missing and not self.running and any(arm.values or arm.diverged for arm in self.arms):
+            total = sum(arm.seeds for arm in self.arms)
+            over = ("done", "diverged", "pruned")
+            counts = Counter(member.status for member in self.ledger.members() if member.status not in over)
+            statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+            text = f"{missing} of {total} runs are missing ({statuses})"
+            remedy = "Once the cause is removed, the" if failures else "The"
+            remedy += " same command continues them."
+            own = any(arm.missing for arm in self.arms if arm.role != "foreign")
+            remedy = remedy if own and not Judged.alone(self.ledger) else ""
+            parts.append(Text(f"**Incomplete:** {text}. {remedy}".rstrip(), "warning"))
+        parts += [failures] if failures else []
+        parts += map(Text, (*dropped(self.arms), *never_began(self.ledger)))
+        diverged = [
+            f"{arm.name} on seed{'s' * (len(arm.diverged) > 1)} {', '.join(map(str, arm.diverged))}"
+            for arm in self.arms
+            if arm.diverged
+        ]
+        if diverged:
+            others = " and others" if len(diverged) > _MOST_NAMED else ""
+            names = f"{'; '.join(diverged[:_MOST_NAMED])}{others}"
+            parts.append(Text(f"**Diverged:** {names}. Gaps leave these seeds out.", "warning"))
+        unmeasured = [arm.name for arm in self.arms if arm.unmeasured]
+        if unmeasured:
+            names = ", ".join(unmeasured[:_MOST_NAMED])
+            parts.append(Text(f"**{self.metric.name} is missing** in finished runs of {names}.", "warning"))
+        return parts
+
+    def importances(self, shares: Mapping[str, float]) -> Text | None:
+        """Return a caution on knobs' shares of the variance (fANOVA), from 0 to 1; None if there are no
+        shares."""
+        if not shares:
+            return None
+        return Text(
+            "Shares of the variance over the arms that were tried (fANOVA). They depend on where the sampler"
+            " looked and are no effect sizes: a knob with a small share may matter. A gap with its interval"
+            " says by how much."
+        )
+
+    def health(self, table: pd.DataFrame) -> list[Part]:
+        """Return sentences on how training went, and the table of what guards did, by a frame as `records`
+        returns it, which includes the metrics `nan/*`."""
+        statuses = Counter(member.status for member in self.ledger.members())
+        counts = [text for text in set(table["metric"]) if parse(text).is_count]
+        affected = sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"]))
+        runs = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        finite = "No NaN or infinite value was recorded."
+        if affected:
+            finite = f"NaN or infinite values were recorded in {', '.join(affected[:_MOST_NAMED])}."
+        interventions = answer_tables.interventions_table(self)
+        odd = operand_health.exceptions(table)
+        alarms = answer_tables.alarms_table(self.ledger)
+        healthy = not (odd or alarms or affected or interventions) and {*statuses} <= {"done"}
+        usual = ""
+        if not operand_health.recorded(table) and self._quantised():
+            usual = " No operand was measured."  # `telemetry: {every: 0}`
+        elif operand_health.recorded(table) and not (odd or alarms):
+            usual = f" No operand, layer or share stands out{operand_health.most_zero(table)}."
+        text = f"{statuses.total()} runs: {runs}. {finite}{usual}"
+        verdict = Answered("Healthy." if healthy else "To look at.", text, healthy)
+        warnings = [Text(text, "warning") for text in odd]
+        lost = answer_tables.divergences_table(self.ledger)
+        return [verdict, *warnings, *self.losses(), *filter(None, [lost, alarms, interventions])]
+
+    def _quantised(self) -> bool:
+        """Return True if an arm that was computed here quantises an operand."""
+        recipes = (member.resolved.recipe for member in self.ledger.members() if member.resolved.engine)
+        return any(not Recipe.model_validate(each, strict=False).plain for each in recipes if each)
+
+    def emulation(self) -> Text | None:
+        """Return a caution on speed and memory if formats were emulated."""
+        return Text(note) if (note := emulated(self.ledger)) else None
+
     def comparisons(self) -> Table[Line] | None:
         """Return the table of all comparisons, each with its interval drawn in its line; None while no arm
         shares a seed with its baseline. While the sweep runs, no line is coloured."""
@@ -91,17 +205,17 @@ class Answer(VerdictSentences):
             return None
         return change_table("changes", self, self.shown, self.answer.valid)
 
-    values = values_table
+    values = answer_tables.values_table
     effects = answer_tables.arms_table
 
     def knob_effects(self) -> list[Part]:
         """Return the table of what a search's knobs do, with intervals; empty if it cannot tell them
         apart."""
-        return effects_parts(self.arms, self.unit)
+        return answer_tables.effects_parts(self.arms, self.unit)
 
     def front(self) -> list[Part]:
         """Return the arms that no other equals or beats in all objectives, in a sentence and a table."""
-        return front_parts(self.objectives)
+        return answer_tables.front_parts(self.objectives)
 
     layers = staticmethod(operand_health.layer_maps)
     split = staticmethod(operand_health.error_split)
@@ -109,10 +223,7 @@ class Answer(VerdictSentences):
     shares = staticmethod(operand_health.shares_tables)
     averages = answer_tables.factors_table
 
-    def doses(self) -> list[Part]:
-        """Return what each value of an ordered knob does: a picture and a sentence for each knob."""
-        return dose_parts(doses(self), self.metric, self.unit, self.answer.valid)
-
+    doses = dose_parts
     blame = search_parts
 
     def map(self) -> list[Part]:
@@ -191,18 +302,10 @@ class Answer(VerdictSentences):
             )
         specs = [member.resolved for member in self.ledger.members()]
         seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
-        number_of_seeds = (
-            counted(seeds[0], "seed")
-            if len(seeds) == 1
-            else f"{seeds[0]} to {seeds[-1]} seeds"
-            if seeds
-            else "no seeds"
-        )
-        matters = (
-            f" Effects smaller than {self.metric.min_effect} (min_effect) are taken not to matter."
-            if self.metric.min_effect
-            else ""
-        )
+        number_of_seeds = f"{seeds[0]} to {seeds[-1]} seeds" if seeds else "no seeds"
+        number_of_seeds = counted(seeds[0], "seed") if len(seeds) == 1 else number_of_seeds
+        matters = f" Effects smaller than {self.metric.min_effect} (min_effect) are taken not to matter."
+        matters = matters if self.metric.min_effect else ""
         interval = self.arms[0].interval if self.arms else ""
         if Judged.alone(self.ledger):
             count = f"{counted(len(self.arms), 'arm')} in {counted(len(specs), 'run')}"

@@ -11,12 +11,13 @@ from ablate.experiment.schema import Metric
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.comparison_tables import arm_columns, judged, needed_cell, published_table
 from ablate.reports.foremost import foremost
+from ablate.reports.page import Part, Text
 from ablate.reports.table import Cell, Column, Source, Table, cell
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
-from ablate.results.attribution import Effect, extra_tokens, main_effects, shares
+from ablate.results.attribution import Effect, extra_tokens, front, main_effects, shares
 from ablate.results.decomposition import correlation, damages, flipped, routed
 from ablate.results.forked import difference_word
-from ablate.results.number_text import interval, percents
+from ablate.results.number_text import around, counted, interval, number, percents
 from ablate.results.paired_stats import (
     FEWEST_RANKED,
     Verdict,
@@ -27,6 +28,7 @@ from ablate.results.paired_stats import (
     wilcoxon,
 )
 from ablate.results.published import replications
+from ablate.results.search_effects import knob_effects
 from ablate.results.summary import ArmSummary, summaries
 from ablate.results.unpaired import pairing
 from ablate.results.verdict_text import verdict_notes, verdict_text
@@ -50,6 +52,8 @@ _MOST_SOURCES = 40
 """Files of runs from elsewhere that are listed."""
 _MOST_ALARMS = 12
 """Alarms that are listed, of one arm and operand each."""
+_MOST_ON_FRONT = 12
+"""Arms of a front that are listed."""
 
 
 def arms_table(sweep: Measurements, metric: Metric | None = None) -> Table:
@@ -317,6 +321,83 @@ def checks_table(sweep: Measurements) -> Table | None:
             " fall below 5 %."
         )
     return Table.by_columns("checks", compared, columns, caption)
+
+
+def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
+    """Return the effects as a table with its caution, and with the metric's unit in its head; nothing without
+    effects."""
+    effects = knob_effects(arms)
+    columns: dict[str, Source] = {
+        **{"knob": "knob", "change": "change"},
+        f"effect, {unit}" if unit else "effect": lambda one: (around(one.mean, one.half), one.mean),
+        "p": ("p", ".2g"),
+    }
+    caption = (
+        "Main effects only: least squares over all arms that the search finished, all knobs at once; 95 % t"
+        f" intervals and p of each by itself, of {counted(len(effects), 'effect')}. If knobs interact, the"
+        " arms that a learning sampler chose show another effect than the mean over all settings: of 100"
+        " simulated arms by tpe, 41 % of such intervals cover that mean, and 57 % of knobs without an effect"
+        " have p < 0.05. A grid of the knobs that seem to matter is the comparison that holds."
+    )
+    table = Table.by_columns("knob-effects", effects, columns, caption)
+    return [table] if table else []
+
+
+def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:
+    """Return the arms that no other equals or beats in all objectives: a sentence and a table; nothing for a
+    single objective (None)."""
+    if not by_metric:
+        return []
+    metrics = list(by_metric)
+    means = [{arm.name: arm.mean for arm in arms if arm.values} for arms in by_metric.values()]
+    roles = {arm.name: arm.role for arm in by_metric[metrics[0]]}
+    names = [name for name in means[0] if all(name in each for each in means) and roles[name] != "null"]
+    points = {name: [each[name] for each in means] for name in names}
+    signs = [1 if metric.direction == "minimize" else -1 for metric in metrics]
+    best = sorted(front(points, signs), key=lambda name: signs[0] * points[name][0])
+    if not best:
+        return []
+    rows: list[dict[str, Cell]] = [
+        {"arm": name}
+        | {metric.name: (_value(value), value) for metric, value in zip(metrics, points[name], strict=True)}
+        for name in best[:_MOST_ON_FRONT]
+    ]
+    more = f" The first {_MOST_ON_FRONT} are listed." if len(best) > _MOST_ON_FRONT else ""
+    caption = f"Means over seeds, without intervals: which arms are here depends on noise, too.{more}"
+    return [Text(_trade(best, points, metrics)), Table.of("front", rows, caption)]
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else number(value)
+
+
+def _trade(best: Sequence[str], points: Mapping[str, Sequence[float]], metrics: Sequence[Metric]) -> str:
+    """Return the front in a sentence: what its first arm gives up, and for what, to become its last."""
+    words = " and ".join(metric.name for metric in metrics)
+    if len(best) == 1:
+        return f"Of {counted(len(points), 'arm')} {best[0]} is best in {words} alike."
+    first, last = points[best[0]], points[best[-1]]
+    changes = [
+        f"{metric.name} from {_value(a)} to {_value(b)}"
+        for metric, a, b in zip(metrics, first, last, strict=True)
+    ]
+    return (
+        f"{len(best)} of {counted(len(points), 'arm')} are beaten by no other in {words}. From {best[0]} to"
+        f" {best[-1]} the front goes {', and '.join(changes)}."
+    )
+
+
+def values_table(sweep: Measurements) -> Table:
+    """Return the table of every metric's mean on every arm that is shown, and its baseline."""
+    names, rows = {arm.name for arm in sweep.shown}, list[dict[str, Cell]]()
+    for arms in zip(*sweep.arms_by_metric, strict=True):
+        if arms[0].name not in names:
+            continue
+        row: dict[str, Cell] = {"arm": arms[0].name}
+        for metric, arm in zip(sweep.metrics, arms, strict=True):
+            row[metric.name] = (number(arm.mean), arm.mean) if arm.values else "-"
+        rows.append(row | {"baseline": arms[0].baseline or "", "seeds": (str(arms[0].seeds), arms[0].seeds)})
+    return Table.of("values", rows, "Means over seeds.")
 
 
 def divergences_table(ledger: Ledger) -> Table | None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
-from ablate.reports.answer_measurements import Measurements
 from ablate.reports.drawn import Axis
 from ablate.reports.effect_table import by_seed, headed, labelled
 from ablate.reports.plain_text import html_text, inline
@@ -175,16 +174,3 @@ def _key(sweep: Comparisons) -> Html:
         f' <span class="better">● {lower}</span> <span class="worse">◆ {higher}</span>'
         " <span>○ undecided</span> (Holm)"
     )
-
-
-def values_table(sweep: Measurements) -> Table:
-    """Return the table of every metric's mean on every arm that is shown, and its baseline."""
-    names, rows = {arm.name for arm in sweep.shown}, list[dict[str, Cell]]()
-    for arms in zip(*sweep.arms_by_metric, strict=True):
-        if arms[0].name not in names:
-            continue
-        row: dict[str, Cell] = {"arm": arms[0].name}
-        for metric, arm in zip(sweep.metrics, arms, strict=True):
-            row[metric.name] = (number(arm.mean), arm.mean) if arm.values else "-"
-        rows.append(row | {"baseline": arms[0].baseline or "", "seeds": (str(arms[0].seeds), arms[0].seeds)})
-    return Table.of("values", rows, "Means over seeds.")

@@ -16,7 +16,9 @@ from ablate.reports.drawn import SQUARE, mark, reach, round_numbers
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import VERDICT, Cell, DrawnTable, Table
-from ablate.results.doses import Dose, Doses, sentence
+from ablate.results.comparisons import Comparisons
+from ablate.results.doses import Dose, Doses, doses, sentence
+from ablate.results.headline import headline_of
 from ablate.results.number_text import bounds, interval, minus
 from ablate.results.verdict_text import verdict_text
 
@@ -153,13 +155,14 @@ def _names(values: Sequence[Dose], places: Sequence[float]) -> str:
     return "".join(shown)
 
 
-def dose_parts(found: Sequence[Doses], metric: Metric, unit: str, coloured: bool) -> list[Part]:
-    """Return a picture and a sentence for each ordered knob. `unit`: the metric's, empty if it has no name;
-    `coloured`: False if a check failed, so that nothing may be coloured."""
+def dose_parts(sweep: Comparisons) -> list[Part]:
+    """Return a picture and a sentence for each ordered knob, without colours if a check failed."""
     shown: list[Part] = []
-    for doses in found:
-        shown.append(_picture(doses, metric, unit, coloured))
-        shown += [Text(text)] if (text := sentence(doses)) else []
+    found = doses(sweep)
+    coloured = bool(found) and headline_of(sweep).valid
+    for one in found:
+        shown.append(_picture(one, sweep.metric, sweep.unit, coloured))
+        shown += [Text(text)] if (text := sentence(one)) else []
     return shown
 
 

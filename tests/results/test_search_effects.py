@@ -8,7 +8,7 @@ import statsmodels.api as sm
 from support.books import BASE, add
 
 from ablate.experiment.schema import Metric
-from ablate.reports.search_parts import effects_parts, front_parts
+from ablate.reports.answer_tables import effects_parts, front_parts
 from ablate.results.search_effects import knob_effects
 from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
