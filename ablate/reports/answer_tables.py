@@ -2,8 +2,9 @@
 provenance."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, extra_tokens, front, main_effects, shares
 from ablate.results.decomposition import correlation, damages, flipped, routed
 from ablate.results.forked import difference_word
-from ablate.results.number_text import around, counted, interval, number, percents
+from ablate.results.number_text import around, counted, number, percents
 from ablate.results.paired_stats import (
     FEWEST_RANKED,
     Verdict,
@@ -60,10 +61,9 @@ def arms_table(sweep: Measurements, metric: Metric | None = None) -> Table:
     """Return the table of arms by a metric (None: the main one): mean, gap in the metric's unit, in percent
     and in tokens, corrected p, speed. While the sweep runs, no line is coloured."""
     arms, ledger, total = sweep.shown, sweep.ledger, len(sweep.arms)
-    if metric is None:
-        metric = sweep.metric
-    else:
+    if metric is not None:
         arms = foremost(summaries(ledger, metric), metric, sweep.most_arms)
+    metric = metric or sweep.metric
     unit = sweep.unit_of(metric)
     values = {arm.name: arm.values for arm in arms}
     forked = difference_word(arms) == DAMAGE
@@ -102,11 +102,10 @@ def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) ->
     }
     cells = {}
     for arm in (arm for arm in arms if arm.gap and not arm.gap.sides):
-        pairs = {
-            seed: (curves.get((arm.name, seed), {}), curves.get((arm.baseline, seed), {}))
-            for seed in arm.values
+        both = {
+            seed: [curves.get((name, seed), {}) for name in (arm.name, arm.baseline)] for seed in arm.values
         }
-        by_seed = {seed: extra_tokens(*pair) for seed, pair in pairs.items() if min(map(len, pair)) > 2}
+        by_seed = {seed: extra_tokens(*pair) for seed, pair in both.items() if min(map(len, pair)) > 2}
         mean = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), arm.interval)
         if mean.pairs:
             cells[arm.name] = (percents(mean), mean.mean)
@@ -121,23 +120,17 @@ def factors_table(sweep: Measurements) -> Table | None:
         return None
     stated = {(effect.knobs, effect.change) for effect, _ in sweep.main_effects}
     others = [effect for effect in main_effects(grid) if (effect.knobs, effect.change) not in stated]
-    lines: list[tuple[Effect, Verdict | None]] = [
-        *sweep.main_effects,
-        *((effect, None) for effect in others),
-        *sweep.interactions,
-    ]
-    rows = [
-        {
-            "": "main effect" if len(effect.knobs) == 1 else "interaction",
-            "knob": " x ".join(effect.knobs),
-            "turned to": effect.change,
-            "effect": (interval(effect.effect), effect.effect.mean),
-            "verdict": verdict_text(verdict, short=True) if verdict else "",
-            "seeds needed": needed_cell(verdict) if verdict else "",
-            "p (Holm)": _p_cell(verdict.p if verdict else None),
-        }
-        for effect, verdict in lines
-    ]
+    unjudged = [(effect, None) for effect in others]
+    lines: list[tuple[Effect, Verdict | None]] = [*sweep.main_effects, *unjudged, *sweep.interactions]
+    columns: dict[str, Source] = {
+        "": lambda line: "main effect" if len(line[0].knobs) == 1 else "interaction",
+        "knob": lambda line: " x ".join(line[0].knobs),
+        "turned to": lambda line: line[0].change,
+        "effect": lambda line: line[0].effect,
+        "verdict": lambda line: verdict_text(line[1], short=True) if line[1] else "",
+        "seeds needed": lambda line: needed_cell(line[1]) if line[1] else "",
+        "p (Holm)": lambda line: _p_cell(line[1].p if line[1] else None),
+    }
     seeds = ", ".join(map(str, grid.left_out))
     without = f" Seeds {seeds} are left out, because not every arm finished them." if seeds else ""
     caption = (
@@ -147,7 +140,7 @@ def factors_table(sweep: Measurements) -> Table | None:
     )
     classes = [verdict.kind if verdict else "" for _, verdict in lines]
     notes = [verdict_notes(verdict) if verdict else [] for _, verdict in lines]
-    return Table.of("factors", rows, caption, classes, notes)
+    return Table.by_columns("factors", lines, columns, caption, classes=classes, notes=notes)
 
 
 def components_table(sweep: Measurements) -> Table | None:
@@ -196,21 +189,22 @@ def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
 
 def flipped_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
     """Return the table of what quantisation sends to other experts; None if no arm recorded it."""
-    rows: list[dict[str, Cell]] = [
-        {
-            "arm": arm,
-            "tokens flipped": (f"{100 * shares[TOKENS_FLIPPED]:.2f} %", shares[TOKENS_FLIPPED]),
-            "pairs flipped": (f"{100 * shares[FLIPPED]:.2f} %", shares[FLIPPED]),
-            "seeds": (str(seeds), seeds),
-        }
-        for arm, shares, seeds in flipped(ledger, arms)
-    ]
+
+    def percent(metric: str) -> Callable[[tuple[str, Mapping[str, float], int]], Cell]:
+        return lambda row: (f"{100 * row[1][metric]:.2f} %", row[1][metric])
+
+    columns: dict[str, Source] = {
+        "arm": itemgetter(0),
+        "tokens flipped": percent(TOKENS_FLIPPED),
+        "pairs flipped": percent(FLIPPED),
+        "seeds": itemgetter(2),
+    }
     caption = (
         "Flipped: tokens, and pairs of a token and an expert, that the arm's quantisation sends to other"
         " experts than unquantised products on the same weights. Means over the measured steps"
         f"{' of the windows' if difference_word(arms) == DAMAGE else ''} and over seeds."
     )
-    return Table.of("flipped", rows, caption) if rows else None
+    return Table.by_columns("flipped", flipped(ledger, arms), columns, caption)
 
 
 def windows_table(sweep: Measurements) -> Table | None:
@@ -226,7 +220,7 @@ def windows_table(sweep: Measurements) -> Table | None:
                 "arm": arm.name,
                 **{f"after {steps} steps": cell(one) for steps, one in arm.view.horizons.items()},
                 **{f"from step {step}": cell(one) for step, one in positions.items() if len(positions) > 1},
-                "share of evaluation": "" if math.isnan(share) else (f"{100 * share:.0f} %", share),
+                "share of evaluation": (f"{100 * share:.0f} %", share) if share == share else "",
             }
         )
     caption = (
@@ -248,20 +242,13 @@ def pairing_table(sweep: Measurements) -> Table | None:
             continue
         found = correlation(arm.values, values[arm.baseline])
         bounds = "" if math.isnan(found.low) else f" ({found.low:+.2f} to {found.high:+.2f})"
-        seeds = common(arm.values, values[arm.baseline])
-        sides = ([side[seed] for seed in seeds] for side in (arm.values, values[arm.baseline]))
-        apart = math.hypot(*(float(np.std(side, ddof=1)) for side in sides))
-        rows.append(
-            {
-                "arm": arm.name,
-                "seeds": (str(found.pairs), found.pairs),
-                "correlation with baseline": ("-", math.nan)
-                if math.isnan(found.value)
-                else (f"{found.value:+.2f}{bounds}", found.value),
-                "spread of the gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
-                "spread without pairing": (f"{apart:.2g}", apart),
-            }
-        )
+        both = arm.values, values[arm.baseline]
+        apart = math.hypot(*(float(np.std([side[seed] for seed in common(*both)], ddof=1)) for side in both))
+        correlated = "-" if math.isnan(found.value) else f"{found.value:+.2f}{bounds}"
+        row: dict[str, Cell] = {"arm": arm.name, "seeds": cell(found.pairs)}
+        row |= {"correlation with baseline": (correlated, found.value)}
+        row |= {"spread of the gap": cell(arm.gap.deviation, ".2g")}
+        rows.append(row | {"spread without pairing": cell(apart, ".2g")})
     caption = (
         "Correlation of the arm's values with its baseline's over seeds; in brackets Fisher's 95 % interval,"
         " which holds for normal values: it is too narrow where single seeds lie far from the others."
@@ -297,16 +284,21 @@ def checks_table(sweep: Measurements) -> Table | None:
     seeds, whose number was fixed before: the test has no correction for looks. Wilcoxon's p-values are
     corrected over all arms of the sweep, shown or not."""
     baselines = {arm.name: arm.values for arm in sweep.arms}
-    compared = [
-        arm for arm in sweep.shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
-    ]
+    compared = [arm for arm in sweep.shown if arm.gap and arm.gap.pairs > 1 and arm.baseline in baselines]
     family = {
         arm.name: (arm.values, baselines[arm.baseline])
         for arm in sweep.arms
         if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.interval.kind == "t"
         if arm.gap is not None and arm.gap.informative and not arm.gap.sides and arm.baseline is not None
     }
-    by_name = dict(zip(family, holm([_wilcoxon(*pair) for pair in family.values()]), strict=True))
+
+    def ranked(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
+        try:
+            return wilcoxon(arm, baseline)
+        except ValueError:  # too few pairs
+            return math.nan
+
+    by_name = dict(zip(family, holm([ranked(*pair) for pair in family.values()]), strict=True))
     columns: dict[str, Source] = {
         "arm": "name",
         "equivalence, p (Holm)": lambda arm: _p_cell(arm.verdict.p_equivalence),
@@ -396,7 +388,7 @@ def values_table(sweep: Measurements) -> Table:
         row: dict[str, Cell] = {"arm": arms[0].name}
         for metric, arm in zip(sweep.metrics, arms, strict=True):
             row[metric.name] = (number(arm.mean), arm.mean) if arm.values else "-"
-        rows.append(row | {"baseline": arms[0].baseline or "", "seeds": (str(arms[0].seeds), arms[0].seeds)})
+        rows.append(row | {"baseline": arms[0].baseline or "", "seeds": cell(arms[0].seeds)})
     return Table.of("values", rows, "Means over seeds.")
 
 
@@ -447,19 +439,14 @@ def alarms_table(ledger: Ledger) -> Table | None:
         ends = (value, alarm.limit) if alarm.side == "above" else (alarm.limit, value)
         first = min(step for *_, step in each)
         row: dict[str, Cell] = {"arm": arm, "alarm": alarm.message.format(value), "operand": slot}
-        row |= {"worst layer": layer, "layers": _count({name for _, name, *_ in each if name})}
-        row |= {"first step": (str(first), first), "seeds": _count({seed for *_, seed, _ in each})}
+        row |= {"worst layer": layer, "layers": cell(len({name for _, name, *_ in each if name}) or None)}
+        row |= {"first step": cell(first), "seeds": cell(len({seed for *_, seed, _ in each}))}
         rows.append((ends[0] / ends[1] if ends[1] > 0 else math.inf, row))
     rows.sort(key=lambda row: -row[0])
     more = len(rows) - _MOST_ALARMS
-    caption = "Alarms: values beyond their limits, at the worst layer, step and seed" + (
-        f"; and {more} more." if more > 0 else "."
-    )
+    few = f"; and {more} more" if more > 0 else ""
+    caption = f"Alarms: values beyond their limits, at the worst layer, step and seed{few}."
     return Table.of("alarms", [row for _, row in rows[:_MOST_ALARMS]], caption) if rows else None
-
-
-def _count(those: set[object]) -> Cell:
-    return (str(len(those)), len(those)) if those else None
 
 
 def published_part(sweep: Measurements) -> Table | None:
@@ -504,23 +491,12 @@ def provenance_table(sweep: Measurements) -> Table:
     return Table.of("provenance", [{"what": what, "which": value} for what, value in rows.items() if value])
 
 
-def _wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
-    """Return p of Wilcoxon's test, NaN if there are too few pairs."""
-    try:
-        return wilcoxon(arm, baseline)
-    except ValueError:
-        return math.nan
-
-
 def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Cell:
     """Return the cell of the gap as a share of the baseline, seed by seed."""
     if arm.gap is None or arm.gap.sides or not baseline or 0 in baseline.values():
         return ""
-    relative = {
-        seed: (value - baseline[seed]) / abs(baseline[seed])
-        for seed, value in arm.values.items()
-        if seed in baseline
-    }
+    shared = {seed: value for seed, value in arm.values.items() if seed in baseline}
+    relative = {seed: (value - baseline[seed]) / abs(baseline[seed]) for seed, value in shared.items()}
     share = paired_difference(relative, dict.fromkeys(relative, 0.0), arm.interval)
     return (percents(share), share.mean) if share.pairs else ""
 
@@ -528,4 +504,4 @@ def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Cell:
 def _p_cell(value: float | None) -> Cell:
     if value is None or math.isnan(value):
         return ""
-    return ("<0.001" if value < 0.001 else f"{value:.3f}", value)
+    return "<0.001" if value < 0.001 else f"{value:.3f}", value

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -37,9 +38,6 @@ _MOST_ALONE = 2
 """Maximum number of tables with a single arm for each sweep."""
 _MOST_WORDS, _LONGEST_WORD = 6, 40
 """Maximum number and length of the fields that a title lists after name and size of a workload."""
-_SIZES = ("layers", "width", "steps")
-"""Fields that give the size of a workload."""
-
 
 Fields = dict[str, object]
 """Object of a trial spec, of a task or of a recipe."""
@@ -78,16 +76,8 @@ class Entry:
     @property
     def sort_key(self) -> tuple[str, str, str, bool, float, str, str]:
         """Sort key: workload, task, metric, then the gap, best first; entries without a gap come last."""
-        sign = 1 if self.minimize else -1
-        return (
-            self.workload,
-            self.task,
-            self.metric,
-            self.gap is None,
-            sign * (self.gap or 0.0),
-            self.arm,
-            self.sweep,
-        )
+        gap = (self.gap or 0.0) * (1 if self.minimize else -1)
+        return self.workload, self.task, self.metric, self.gap is None, gap, self.arm, self.sweep
 
 
 def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
@@ -95,21 +85,20 @@ def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
     entries: list[Entry] = []
     unreadable: list[str] = []
     tasks: dict[str, Fields] = {}
-    for folder in sweeps:
+    for path in (folder / "ledger.db" for folder in sweeps):
+        none = f"{path}: left out: no ledger of a sweep"
         try:
-            with closing(open_checked(folder / "ledger.db")) as ledger:
+            with closing(open_checked(path)) as ledger:
                 entries += _entries(ledger, tasks)
         except InputError as error:
             unreadable.append(f"left out: {error}")
         except sqlite3.OperationalError as error:
-            unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
+            unreadable.append(f"{none} ({error})")
         except sqlite3.DatabaseError as error:
-            unreadable.append(f"left out: {refusal(folder / 'ledger.db', str(error))}")
+            unreadable.append(f"left out: {refusal(path, str(error))}")
         except (KeyError, ValueError) as error:  # a database with tables of the same names, but other content
-            unreadable.append(
-                f"{folder / 'ledger.db'}: left out: no ledger of a sweep "
-                f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-            )
+            why = (str(error).splitlines() or [""])[0]
+            unreadable.append(f"{none} ({type(error).__name__}: {why})")
     titles = _titles({entry.task: (entry.workload, tasks[entry.task]) for entry in entries})
     entries = [replace(entry, workload=titles[entry.task]) for entry in entries]
     return sorted(entries, key=lambda entry: entry.sort_key), unreadable
@@ -117,20 +106,18 @@ def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
 
 def document(entry: Entry) -> dict[str, object]:
     """Return an entry as JSON has it."""
-    return {key: value for key, value in vars(entry).items() if key != "verdict"} | {
-        "verdict": verdict_document(entry.verdict)
-    }
+    fields = dict(vars(entry))
+    return fields | {"verdict": verdict_document(fields.pop("verdict"))}
 
 
 def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
-    metric, name = ledger.facts.metric, ledger.name
+    metric, name, unsealed = ledger.facts.metric, ledger.name, unverified(ledger)
     commit = ledger.facts.provenance.get("commit") or ""
     commit = commit[:_DIGITS] + ("+" if commit and ledger.facts.diff else "")
     members: dict[str, list[Member]] = {}
     for member in ledger.members():
         members.setdefault(member.name, []).append(member)
-    unsealed = unverified(ledger)
     seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
         if arm.gap is None or arm.baseline is None or arm.role in ("null", "bad"):
@@ -143,9 +130,8 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             facts: Fields = {"judged as": name, "against": arm.baseline}
         else:
             recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
-        content = {key: value for key, value in facts.items() if key != "data"} | {
-            "against": recipe
-        }  # wherever the data lie
+        content = {key: value for key, value in facts.items() if key != "data"}  # wherever the data lie
+        content["against"] = recipe
         task = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
         tasks[task] = facts
         yield Entry(
@@ -190,10 +176,9 @@ def _workload(spec: Fields) -> str:
     if model and "steps" in config:
         model_name = model.get("model_type", "model") if isinstance(model, dict) else model
         return f"{name} {model_name}, {config['steps']} steps"
-    if not all(key in config for key in _SIZES):
+    if not {"layers", "width", "steps"} <= config.keys():
         return name
-    layers, width, steps = (config[key] for key in _SIZES)
-    return f"{name} {layers}x{width}, {steps} steps"
+    return f"{name} {config['layers']}x{config['width']}, {config['steps']} steps"
 
 
 def _facts(spec: Fields, against: str) -> Fields:
@@ -264,14 +249,10 @@ def _titles(tasks: Mapping[str, tuple[str, Fields]]) -> dict[str, str]:
     titles = {}
     for size, group in alike.items():
         for task, fields in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
-            shown = fields[:_MOST_WORDS] + (
-                [f"and {len(fields) - _MOST_WORDS} more fields"] if fields[_MOST_WORDS:] else []
-            )
-            titles[task] = ", ".join((size, *shown))
-    counts = [*titles.values()]
-    return {
-        task: title if counts.count(title) == 1 else f"{title} ({task})" for task, title in titles.items()
-    }
+            more = [f"and {len(fields) - _MOST_WORDS} more fields"] if fields[_MOST_WORDS:] else []
+            titles[task] = ", ".join((size, *fields[:_MOST_WORDS], *more))
+    counts = Counter(titles.values())
+    return {task: f"{title} ({task})" if counts[title] > 1 else title for task, title in titles.items()}
 
 
 def _differences(group: list[Fields]) -> Iterator[list[str]]:
@@ -292,16 +273,10 @@ def _word(value: object) -> str:
 def nothing(entries: list[Entry], workload: str | None, metric: str | None) -> str:
     if not entries:
         return "no arm has been compared with a baseline yet"
-    filters = " and ".join(
-        f"{key} {value!r}" for key, value in (("workload", workload), ("metric", metric)) if value
-    )
+    wanted = {"workload": workload, "metric": metric}
+    filters = " and ".join(f"{key} {value!r}" for key, value in wanted.items() if value)
     available = sorted({f"{entry.workload} by {entry.metric}" for entry in entries})
     return f"no arm was compared for {filters}; there are {'; '.join(available)}"
-
-
-# Drawing
-
-_SHARED_COST = "cost: the time of a trunk that arms share is in that of the arm whose trials computed it."
 
 
 def tables(entries: list[Entry]) -> dict[str, Table[Entry]]:
@@ -311,10 +286,7 @@ def tables(entries: list[Entry]) -> dict[str, Table[Entry]]:
 
 def _table(group: list[Entry]) -> Table[Entry]:
     halves = [entry.high - entry.gap for entry in group if entry.high is not None and entry.gap is not None]
-    finest = min(
-        filter(None, halves), default=math.nan
-    )  # half of the narrowest interval, which means resolve
-
+    finest = min(filter(None, halves), default=math.nan)  # half of the narrowest interval: means resolve it
     columns: list[Column[Entry]] = [
         Column("arm", lambda entry: entry.arm),
         Column("against", lambda entry: entry.against),
@@ -327,8 +299,8 @@ def _table(group: list[Entry]) -> Table[Entry]:
         Column("commit", lambda entry: entry.commit or "-"),
         Column("sweep", lambda entry: entry.sweep),
     ]
-    shared = _SHARED_COST if any(entry.shares_trunk for entry in group) else ""
-    return judged("leaderboard", group, columns, shared)
+    shared = "cost: the time of a trunk that arms share is in that of the arm whose trials computed it."
+    return judged("leaderboard", group, columns, shared * any(entry.shares_trunk for entry in group))
 
 
 def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
@@ -341,9 +313,8 @@ def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     alone: dict[str, list[str]] = {}
     for title, (entry, *others) in found.items():
         if not others:
-            alone.setdefault(
-                f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked", []
-            ).append(title)
+            apart = f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked"
+            alone.setdefault(apart, []).append(title)
     for title, titles in alone.items():
         if len(titles) > _MOST_ALONE:
             found[title] = sorted((found.pop(each)[0] for each in titles), key=lambda entry: entry.arm)

@@ -162,11 +162,12 @@ class Table(Generic[Row]):
 
     @staticmethod
     def by_columns(
-        name: str, rows: Iterable[object], columns: Mapping[str, Source], caption: str = ""
+        name: str, rows: Iterable[object], columns: Mapping[str, Source], caption: str = "", **marks: Any
     ) -> "Table[Mapping[str, Cell]] | None":
-        """Return a table of objects, with the content of each column by its head; None without an object."""
+        """Return a table of objects, with the content of each column by its head; None without an object.
+        `marks`: classes and notes of the rows."""
         cells = [{head: content(row, source) for head, source in columns.items()} for row in rows]
-        return Table.of(name, cells, caption) if cells else None
+        return Table.of(name, cells, caption, **marks) if cells else None
 
     @property
     def empty(self) -> bool:
