@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import pandas as pd
 
@@ -97,8 +97,10 @@ class Answer(Measurements):
             return [running(self.ledger), *([chips] if begun else []), *self.losses()]
         design = self.ledger.facts.design
         settling = [Text(answer.settling.text)] if answer.settling else []
+        settled: Literal["even", "answered"] = "even" if answer.even else "answered"
+        unsettled: Literal["open", "none"] = "open" if answer.valid else "none"
         return [
-            Answered(answer.lead, answer.text, answer.answered, answer.valid, even=answer.even),
+            Answered(answer.lead, answer.text, settled if answer.answered else unsettled),
             chips,
             *([Command(answer.command, answer.cost)] if answer.command else settling),
             *([Text(answer.simplest)] if answer.simplest else []),
@@ -176,7 +178,8 @@ class Answer(Measurements):
         elif operand_health.recorded(table) and not (odd or alarms):
             usual = f" No operand, layer or share stands out{operand_health.most_zero(table)}."
         text = f"{statuses.total()} runs: {runs}. {finite}{usual}"
-        verdict = Answered("Healthy." if healthy else "To look at.", text, healthy)
+        lead = "Healthy." if healthy else "To look at."
+        verdict = Answered(lead, text, "answered" if healthy else "open")
         warnings = [Text(text, "warning") for text in odd]
         lost = answer_tables.divergences_table(self.ledger)
         return [verdict, *warnings, *self.losses(), *filter(None, [lost, alarms, interventions])]

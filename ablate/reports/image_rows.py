@@ -11,7 +11,6 @@ in dB. Arms whose inputs or masks differ stand in tables of their own. One facto
 table.
 """
 
-import base64
 import io
 import zipfile
 from collections.abc import Mapping
@@ -22,7 +21,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ablate.reports.plain_text import html_text, inline, markdown_cell
+from ablate.reports.page import Part, png
+from ablate.reports.plain_text import inline, markdown_cell, pipe_table
 
 FILE = "reconstruction.npz"
 _FACTORS = (1, 2, 4, 8, 16, 32)
@@ -59,8 +59,8 @@ class Reconstructed:
 
 
 @dataclass(frozen=True)
-class ImageRows:
-    """Table of images of arms with the same inputs."""
+class ImageRows(Part):
+    """Table of images of arms with the same inputs, which stay in the trials' folders."""
 
     arms: Mapping[str, Reconstructed]
 
@@ -80,15 +80,12 @@ class ImageRows:
             f"{''.join(self._cell(name, one, n) for name, one in self.arms.items())}</tr>"
             for n in range(len(first.original))
         )
-        table = f'<table class="images"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        return f'<div class="scroll">{table}</div><p class="about">{self._caption}</p>'
-
-    @property
-    def _caption(self) -> str:
         times = f", magnified {self.factor} times" if self.factor > 1 else ""
         return (
-            f"The first finished seed of each arm. Below each image its error{times} (white: none), and"
-            " the peak signal-to-noise ratio over masked pixels; more dB are better."
+            f'<div class="scroll"><table class="images"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>'
+            '</table></div><p class="about">The first finished seed of each arm. Below each image its'
+            f" error{times} (white: none), and the peak signal-to-noise ratio over masked pixels; more dB are"
+            " better.</p>"
         )
 
     def _cell(self, name: str, one: Reconstructed, n: int) -> str:
@@ -103,32 +100,24 @@ class ImageRows:
         """Return a pipe table of the ratios."""
         names = ["image", *map(markdown_cell, self.arms)]
         rows = zip(*(one.decibels for one in self.arms.values()), strict=True)
-        lines = [names, ["---"] * len(names)]
-        lines += [[str(n), *(f"{value:.1f} dB" for value in row)] for n, row in enumerate(rows, 1)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-    def save(self, folder: Path) -> None:
-        """The images stay in the trials' folders."""
+        lines = [[str(n), *(f"{value:.1f} dB" for value in row)] for n, row in enumerate(rows, 1)]
+        return pipe_table([names, ["---"] * len(names), *lines])
 
 
 def _image(levels: np.ndarray, label: str) -> str:
     """Return uint8 levels [channels, height, width] as an element of a page."""
     colours, written = np.broadcast_to(levels, (3, *levels.shape[1:])), io.BytesIO()
     Image.fromarray(np.ascontiguousarray(colours.transpose(1, 2, 0))).save(written, "PNG", optimize=True)
-    data = base64.b64encode(written.getvalue()).decode()
-    return f'<img alt="{html_text(label)}" src="data:image/png;base64,{data}">'
+    return png(written.getvalue(), label)
 
 
 def image_rows(found: Mapping[str, Path]) -> list[ImageRows]:
     """Return a table for each set of arms, by the file of each, that were given the same images and masks."""
     groups: list[dict[str, Reconstructed]] = []
     for name, path in found.items():
-        one = Reconstructed.read(path)
-        if one is None:
-            continue
-        group = next((group for group in groups if one.alike(next(iter(group.values())))), None)
-        if group is None:
-            groups.append({name: one})
-        else:
+        if one := Reconstructed.read(path):
+            alike = (group for group in groups if one.alike(next(iter(group.values()))))
+            if (group := next(alike, None)) is None:
+                groups.append(group := {})
             group[name] = one
     return [ImageRows(group) for group in groups]

@@ -6,13 +6,13 @@ Nothing is computed here.
 import base64
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ablate.errors import one_line, printable
-from ablate.reports.plain_text import html_text, inline, markdown_cell, markdown_text
+from ablate.reports.plain_text import html_text, inline, markdown_cell, markdown_text, pipe_table
 
 
 class Part(Protocol):
@@ -25,18 +25,11 @@ class Part(Protocol):
         """Return the part as Markdown."""
 
     def save(self, folder: Path) -> object:
-        """Write its data and its pictures into the folder, which is created if it is missing."""
-
-
-class WithoutData:
-    """Part that has no data."""
-
-    def save(self, folder: Path) -> None:
-        """Write nothing."""
+        """Write its data and its pictures into the folder, which is created if it is missing; here: none."""
 
 
 @dataclass(frozen=True)
-class Text(WithoutData):
+class Text(Part):
     """Paragraphs of text."""
 
     text: str
@@ -56,27 +49,19 @@ class Text(WithoutData):
 
 
 @dataclass(frozen=True)
-class Answered(WithoutData):
+class Answered(Part):
     """The answer to the report's question, in a coloured box."""
 
     lead: str
     """Its first words."""
     text: str
-    decided: bool
-    """True if the question is decided."""
-    valid: bool = True
-    """False if a check failed."""
-    running: bool = False
-    """True if the answer is still being computed."""
-    even: bool = False
-    """True if the answer is that nothing differs by as much as matters."""
+    kind: Literal["answered", "even", "open", "none", "running"]
+    """CSS class: answered; answered, nothing differs by as much as matters; not decided; without an answer,
+    since a check failed; still being computed."""
 
     def html(self) -> str:
-        kind = "answered" if self.decided else "open" if self.valid else "none"
-        kind = "even" if self.decided and self.even else kind
-        kind = "running" if self.running else kind
         text = inline(self.text).replace(" %", "&nbsp;%")
-        return f'<p class="verdict {kind}"><b>{inline(self.lead)}</b> {text}</p>'
+        return f'<p class="verdict {self.kind}"><b>{inline(self.lead)}</b> {text}</p>'
 
     def markdown(self) -> str:
         """Return the answer with bold first words."""
@@ -85,28 +70,30 @@ class Answered(WithoutData):
 
 
 @dataclass(frozen=True)
-class Chips(WithoutData):
+class Chips(Part):
     """Short remarks in a row, each with a mark of its kind."""
 
     chips: Sequence[tuple[str, str]]
     """Kind (passed, warning, failed or note) and text."""
 
     def html(self) -> str:
-        items = "".join(
-            f'<li class="{kind}">{inline(f"{_MARKS[kind]} {text}".strip())}</li>' for kind, text in self.chips
-        )
-        return f'<ul class="chips" aria-label="Checks">{items}</ul>'
+        items = (f'<li class="{kind}">{inline(text)}</li>' for kind, text in self._marked())
+        return f'<ul class="chips" aria-label="Checks">{"".join(items)}</ul>'
 
     def markdown(self) -> str:
         """Return the remarks in one line."""
-        return " · ".join(markdown_cell(f"{_MARKS[kind]} {text}".strip()) for kind, text in self.chips)
+        return " · ".join(markdown_cell(text) for _, text in self._marked())
+
+    def _marked(self) -> Iterator[tuple[str, str]]:
+        for kind, text in self.chips:
+            yield kind, f"{_MARKS[kind]} {text}".strip()
 
 
 _MARKS = {"passed": "✓", "warning": "!", "failed": "✗", "note": ""}
 
 
 @dataclass(frozen=True)
-class Command(WithoutData):
+class Command(Part):
     """A command to copy, with a comment on what it does."""
 
     command: str
@@ -127,7 +114,7 @@ class Command(WithoutData):
 
 
 @dataclass(frozen=True)
-class Code(WithoutData):
+class Code(Part):
     """Text of a file, shown literally."""
 
     text: str
@@ -139,8 +126,7 @@ class Code(WithoutData):
 
     def markdown(self) -> str:
         """Return a code block. Its fence is longer than any run of backticks in the text."""
-        longest = max((len(ticks) for ticks in re.findall("`+", self.text)), default=0)
-        fence = "`" * max(3, longest + 1)
+        fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", self.text)), 0)
         return f"{fence}{self.language}\n{printable(self.text.rstrip())}\n{fence}"
 
 
@@ -156,8 +142,7 @@ class Gallery:
     def html(self) -> str:
         """Return the pictures, embedded as data."""
         figures = (
-            f'<figure><figcaption>{inline(title)}</figcaption><img alt="{html_text(title)}"'
-            f' src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
+            f"<figure><figcaption>{inline(title)}</figcaption>{png(path.read_bytes(), title)}</figure>"
             for title, path in self.pictures
         )
         return f'<div class="gallery">{"".join(figures)}</div>'
@@ -166,7 +151,7 @@ class Gallery:
         """Return a pipe table of one row, with links to the copies, relative to the folder above."""
         titles = [markdown_cell(title) for title, _ in self.pictures]
         links = [f"![](figures/{copy})" for copy in self._copies()]
-        return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(links), links))
+        return pipe_table([titles, ["---"] * len(links), links])
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,12 +204,14 @@ class Section:
 def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: bool = False) -> Section:
     """Return a section of a page. Its parts are parts, or lists of them; None and empty tables are left out.
     If it is `folded`, a reader opens it to see the parts."""
-    shown: list[Part] = []
-    for group in parts:
-        for part in group if isinstance(group, Sequence) else (group,):
-            if part is not None and not getattr(part, "empty", False):
-                shown.append(part)
-    return Section(title, shown, folded)
+    groups = (group if isinstance(group, Sequence) else (group,) for group in parts)
+    shown = [part for group in groups for part in group if part is not None]
+    return Section(title, [part for part in shown if not getattr(part, "empty", False)], folded)
+
+
+def png(content: bytes, label: str) -> str:
+    """Return a PNG file as an element of a page."""
+    return f'<img alt="{html_text(label)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
 
 
 def slug(title: str) -> str:

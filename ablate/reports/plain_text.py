@@ -7,7 +7,7 @@ CSV cell starts a formula. `cli.common.console` turns Rich's markup off.
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -22,13 +22,10 @@ _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     """Number the notes on each of a table's rows. Equal notes have one number. Return the marks of each row
     (`¹ ³`), and the notes, each behind its mark."""
-    numbers = {
-        note: str(number).translate(_RAISED)
-        for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)
-    }
-    return [" ".join(numbers[note] for note in row) for row in rows], [
-        f"{mark} {note}" for note, mark in numbers.items()
-    ]
+    notes = dict.fromkeys(note for row in rows for note in row)
+    marks = {note: str(number).translate(_RAISED) for number, note in enumerate(notes, 1)}
+    below = [f"{mark} {note}" for note, mark in marks.items()]
+    return [" ".join(marks[note] for note in row) for row in rows], below
 
 
 def csv_cell(value: object) -> object:
@@ -66,6 +63,11 @@ def markdown_text(text: str) -> str:
 def markdown_cell(text: str) -> str:
     """Return `markdown_text` as a cell of a pipe table or a sentence: in one line, without a column's end."""
     return one_line(markdown_text(text)).replace("|", r"\|")
+
+
+def pipe_table(lines: Iterable[Iterable[str]]) -> str:
+    """Return lines of cells, which are Markdown: those of the head, of the line below it, and of the rows."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def duration(seconds: float) -> str:

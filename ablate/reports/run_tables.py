@@ -37,7 +37,7 @@ def running(ledger: Ledger) -> Answered:
     if seconds is not None:
         news.append(f"the last at about {_clock(max(time.time(), at + seconds, *ends))}")
     text += f" Expected: {' and '.join(news)}." if news else ""
-    return Answered("Running.", text, False, running=True)
+    return Answered("Running.", text, "running")
 
 
 def _ends(ledger: Ledger, members: list[Member]) -> list[float]:

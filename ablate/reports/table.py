@@ -22,7 +22,15 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ablate.errors import one_line
-from ablate.reports.plain_text import csv_cell, footnotes, html_text, inline, markdown_cell, markdown_text
+from ablate.reports.plain_text import (
+    csv_cell,
+    footnotes,
+    html_text,
+    inline,
+    markdown_cell,
+    markdown_text,
+    pipe_table,
+)
 from ablate.results.number_text import interval, shortened
 from ablate.results.paired_stats import Difference
 from ablate.results.verdict_text import KINDS
@@ -176,12 +184,11 @@ class Table(Generic[Row]):
 
     @cached_property
     def _filled(self) -> list[tuple[Column[Row], list[Cell]]]:
-        cells = [(column, [column.cell(row) for row in self.rows]) for column in self.columns]
-        return [
-            (column, those)
-            for column, those in cells
-            if len(column.only) == 1 or any(column.text(cell) not in ("", "-") for cell in those)
-        ]
+        def shown(column: Column[Row], cells: list[Cell]) -> bool:
+            return len(column.only) == 1 or any(column.text(cell) not in ("", "-") for cell in cells)
+
+        every = ((column, [column.cell(row) for row in self.rows]) for column in self.columns)
+        return [(column, cells) for column, cells in every if shown(column, cells)]
 
     def _drawn(self, form: Form) -> tuple[list[_Drawn], list[str]]:
         """Return the columns of a form, and the notes below them."""
@@ -212,9 +219,8 @@ class Table(Generic[Row]):
         above, kinds = self.groups or nothing, self.classes or nothing
         for group, kind, *cells in zip(above, kinds, *columns, strict=True):
             if group != last:
-                body.append(
-                    f'<tr class="group"><th colspan="{len(drawn)}" scope="colgroup">{group}</th></tr>'
-                )
+                title = f'<th colspan="{len(drawn)}" scope="colgroup">{group}</th>'
+                body.append(f'<tr class="group">{title}</tr>')
             css = _class(*(word for word in kind.split() if word in _CLASSES))
             body.append(f"<tr{css}>{''.join(cells)}</tr>")
             last = group
@@ -230,8 +236,7 @@ class Table(Generic[Row]):
         """Return a pipe table with its notes and its caption."""
         drawn, notes = self._drawn("markdown")
         columns = [[one.name, "---:" if one.right else "---", *one.texts] for one in drawn]
-        lines = [" | ".join(map(markdown_cell, line)) for line in zip(*columns, strict=True)]
-        table = "\n".join(f"| {line} |" for line in lines)
+        table = pipe_table(map(markdown_cell, line) for line in zip(*columns, strict=True))
         caption = "" if isinstance(self.caption, Html) else markdown_text(self.caption)
         return "\n\n".join(filter(None, [table, "  \n".join(map(markdown_cell, notes)), caption]))
 
@@ -246,9 +251,8 @@ class Table(Generic[Row]):
 
     def first(self, most: int) -> "Table[Row]":
         """Return the table with its first rows alone, without notes and caption."""
-        return replace(
-            self, rows=self.rows[:most], classes=self.classes[:most], notes=(), caption="", groups=()
-        )
+        rows, classes = self.rows[:most], self.classes[:most]
+        return replace(self, rows=rows, classes=classes, notes=(), caption="", groups=())
 
     def terminal(
         self, width: int | None = None, dispensable: Sequence[str] = (), cut: bool = False
@@ -329,9 +333,9 @@ def _td(drawn: _Drawn, cell: Cell, text: str) -> str:
     value = cell[1] if isinstance(cell, tuple) else cell if isinstance(cell, int | float) else math.nan
     key = f' data-sort="{value!r}"' if math.isfinite(value) else ""
     css = _css(drawn) or (_class(VERDICT) if drawn.name == VERDICT else "")
-    inside = _html(text)
-    if isinstance(cell, Link):
-        inside = f'<a href="{html_text(cell.target)}">{inside}</a>'
+    inside = (
+        f'<a href="{html_text(cell.target)}">{_html(text)}</a>' if isinstance(cell, Link) else _html(text)
+    )
     return f"<td{css}{key}>{inside}</td>"
 
 
