@@ -14,8 +14,8 @@ the sweep wrote is refused, as it is there.
 import json
 import math
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ablate.results.summary import ArmSummary
 
 
-class Results:
+class Results(AbstractContextManager["Results"]):
     """A sweep's results, read from its ledger; `open` makes it. A context manager, which closes the ledger.
 
     Attributes:
@@ -46,13 +46,7 @@ class Results:
         self._ledger, self._metric = ledger, metric
         self.metric, self.unverified = metric.name, unverified(ledger)
 
-    def __enter__(self) -> "Results":
-        """Return the results."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the ledger."""
         self._ledger.close()
 
@@ -104,20 +98,13 @@ class Results:
             learnt, learnt_low, learnt_high: the gap with both arms' weights read in high precision.
             pairs: seeds.
         """
-        arms = summaries(self._ledger, self._metric)
-        rows = [
-            {
-                "arm": damage.arm,
-                "gap": damage.gap.mean,
-                **{
-                    f"{part}{end}": getattr(getattr(damage, part), field)
-                    for part in ("direct", "learnt")
-                    for end, field in (("", "mean"), ("_low", "low"), ("_high", "high"))
-                },
-                "pairs": damage.gap.pairs,
-            }
-            for damage in damages(self._ledger, arms, self.metric)
-        ]
+        found = damages(self._ledger, summaries(self._ledger, self._metric), self.metric)
+        rows: list[dict[str, object]] = []
+        for damage in found:
+            row: dict[str, object] = {"arm": damage.arm, "gap": damage.gap.mean}
+            for part, one in (("direct", damage.direct), ("learnt", damage.learnt)):
+                row |= {part: one.mean, f"{part}_low": one.low, f"{part}_high": one.high}
+            rows.append(row | {"pairs": damage.gap.pairs})
         return pd.DataFrame(rows)
 
     @property
@@ -230,15 +217,14 @@ def _arm(arm: "ArmSummary") -> dict[str, object]:
         "memory": arm.memory,
         "nans": arm.nans,
         "diverged": len(arm.diverged),
-        **{
-            knob: json.dumps(value) if isinstance(value, list | dict) else value
-            for knob, value in arm.knobs.items()
-        },
+    } | {
+        knob: json.dumps(value) if isinstance(value, list | dict) else value
+        for knob, value in arm.knobs.items()
     }
 
 
 def _interval(difference: "Difference | None", name: str) -> dict[str, object]:
     """Return the columns of a difference; NaN without one."""
-    if difference is None:
-        return {name: math.nan, "low": math.nan, "high": math.nan, "pairs": 0}
-    return {name: difference.mean, "low": difference.low, "high": difference.high, "pairs": difference.pairs}
+    one = difference
+    ends = (one.mean, one.low, one.high, one.pairs) if one else (math.nan, math.nan, math.nan, 0)
+    return dict(zip((name, "low", "high", "pairs"), ends, strict=True))

@@ -109,14 +109,8 @@ def page(cells: list[Cell], template: Path, **values: object) -> str:
 
 def markdown(cells: list[Cell]) -> str:
     """Return cells as Markdown: without code, figures as links to their files."""
-    parts = [
-        text
-        for cell in cells
-        for text in (
-            *([cell.source] if cell.markdown else []),
-            *(
-                output.get("text/markdown", output.get("text/plain", "")) for output in cell.outputs
-            ),  # an empty section has an empty one
-        )
-    ]
-    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    parts: list[str] = []
+    for cell in cells:
+        parts += [cell.source] if cell.markdown else []
+        parts += [output.get("text/markdown", output.get("text/plain", "")) for output in cell.outputs]
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"  # an empty section has no text

@@ -124,21 +124,16 @@ def write_report(
         parameters = {"state": str(state.resolve()), "sweep": name, "out": str((made / "figures").resolve())}
         ran = [run(analysis() / f"{word}.ipynb", parameters) for word in notebooks]
         names = ["index.html", *(f"{word}.html" for word in notebooks[1:])]
-        for number, (word, cells) in enumerate(zip(notebooks, ran, strict=True)):
-            others = [
-                (NOTEBOOKS[other], file)
-                for other, file in zip(notebooks, names, strict=True)
-                if other != word
-            ]
-            page_heading = (
-                heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
-            )
-            template, target = Path(__file__).parent / "page.html.j2", made / names[number]
-            html = page(cells, template, heading=page_heading, links=others, version=__version__)
-            target.write_text(html, encoding="utf-8")
-            line = f"*{page_heading.about}*\n\n" if page_heading.about else ""
-            text = f"# {page_heading.title}\n\n{line}{markdown(cells)}"
-            target.with_suffix(".md").write_text(text, encoding="utf-8")
+        for word, file, cells in zip(notebooks, names, ran, strict=True):
+            pairs = zip(notebooks, names, strict=True)
+            others = [(NOTEBOOKS[other], target) for other, target in pairs if other != word]
+            title = heading.title if file == names[0] else f"{NOTEBOOKS[word]} {heading.title}"
+            head, template = replace(heading, title=title), Path(__file__).parent / "page.html.j2"
+            html = page(cells, template, heading=head, links=others, version=__version__)
+            line = f"*{head.about}*\n\n" if head.about else ""
+            text = f"# {title}\n\n{line}{markdown(cells)}"
+            (made / file).write_text(html, encoding="utf-8")
+            (made / file).with_suffix(".md").write_text(text, encoding="utf-8")
         answer = heading.answer
         about: dict[str, Json] = {
             "question": heading.title,

@@ -57,9 +57,8 @@ def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[st
     """Yield names of arms and a line on their operands that no GPU kernel makes; nothing for a CPU, or for an
     engine that has quantisers of its own."""
     if device == "cuda" and makes_operands(experiment.engine):
-        yield from _alike(
-            experiment, lambda arm: (str(on_reference(arm.recipe)),) * bool(on_reference(arm.recipe)[0])
-        )
+        every = {arm.name: on_reference(arm.recipe) for arm in experiment.arms}
+        yield from _alike(experiment, lambda arm: (str(every[arm.name]),) * bool(every[arm.name][0]))
 
 
 def _alike(
@@ -105,15 +104,15 @@ def as_data(experiment: Experiment) -> list[Json]:
     if module_name(experiment.engine) != SCALED:
         return []
     backend = backend_of(experiment.engine)
+
+    def plan(given: Verdict) -> Json:
+        return {"runs": given.runs, "family": given.family, "parts": given.parts, "why": given.why}
+
     return [
         {
             "arm": arm.name,
             "parts": [
-                {
-                    name: {"runs": given.runs, "family": given.family, "parts": given.parts, "why": given.why}
-                    for name, given in one.items()
-                }
-                for one in parts(arm.recipe, backend)
+                {name: plan(given) for name, given in one.items()} for one in parts(arm.recipe, backend)
             ],
         }
         for arm in experiment.arms

@@ -16,7 +16,7 @@ from ablate.recipes import Recipe
 from ablate.recipes.recipe import Wgrad
 from ablate.reports import figures
 from ablate.reports.page import Part, Section, Text, section
-from ablate.reports.table import Cell, Source, Table
+from ablate.reports.table import Cell, Source, Table, cell
 from ablate.training.metrics import quantisation
 from ablate.training.workloads.tensors import (
     Tensors,
@@ -29,15 +29,8 @@ from ablate.training.workloads.tensors import (
 
 _LAYER = {
     "layer": "blocks.0.mlp.down",
-    "capture": {
-        "layers": 2,
-        "width": 96,
-        "heads": 3,
-        "steps": 40,
-        "batch": 4,
-        "eval_tokens": 128,
-        "eval_batch": 1,
-    },
+    "capture": {"layers": 2, "width": 96, "heads": 3, "steps": 40, "batch": 4}
+    | {"eval_tokens": 128, "eval_batch": 1},
 }
 _DRAWS = 64
 """Number of stochastic roundings whose mean is shown."""
@@ -72,15 +65,10 @@ class Walkthrough:
             x = tensor.float()
             rms, amax = x.square().mean().sqrt().item(), x.abs().max().item()
             kurtosis = x.pow(4).mean().item() / rms**4
-            rows.append(
-                {
-                    "tensor": f"{label} {list(tensor.shape)}",
-                    "root mean square": (f"{rms:.3g}", rms),
-                    "amax": (f"{amax:.3g}", amax),
-                    "amax / rms": (f"{amax / rms:.1f}", amax / rms),
-                    "kurtosis (3: Gaussian)": (f"{kurtosis:.1f}", kurtosis),
-                }
-            )
+            row: dict[str, Cell] = {"tensor": f"{label} {list(tensor.shape)}"}
+            row |= {"root mean square": cell(rms, ".3g"), "amax": cell(amax, ".3g")}
+            row |= {"amax / rms": cell(amax / rms, ".1f"), "kurtosis (3: Gaussian)": cell(kurtosis, ".1f")}
+            rows.append(row)
         return self.show(Table.of(_stem(name), rows))
 
     def block(self, x: Tensor) -> Section:
@@ -101,10 +89,9 @@ class Walkthrough:
             for step, values in steps.items()
         ]
         scale = _kept(operand.block_scale)[row, 0, start // 16, 0].item()
-        caption = (
-            f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor"
-            f" {_kept(operand.amax).item():g} (fp32)."
-        )
+        amax = _kept(operand.amax).item()
+        caption = f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3),"
+        caption += f" amax of the tensor {amax:g} (fp32)."
         return self.show(Table.of("block", rows, caption))
 
     def errors(self, title: str, quant: Quant, **tensors: Tensor) -> Section:
@@ -127,20 +114,14 @@ class Walkthrough:
 
     def rounding(self, x: Tensor) -> Section:
         """Return errors of one cast and of the mean of many, by rounding to nearest and stochastically."""
-        nearest, drawn = Quant(), Quant(rounding="stochastic")
-        values, clock, total = x.float(), Clock(0), torch.zeros_like(x, dtype=torch.float64)
-        rows: list[dict[str, Cell]] = []
-        for draw in range(_DRAWS):
-            clock.step = draw
-            rounded = quantize(x, drawn, clock=clock).dequantize()
-            total += rounded
-            if draw == 0:
-                rows = [
-                    _row("nearest, once", values, quantize(x, nearest).dequantize()),
-                    _row("stochastic, once", values, rounded),
-                ]
-        rows.insert(1, _row(f"nearest, mean of {_DRAWS}", values, quantize(x, nearest).dequantize()))
-        rows.append(_row(f"stochastic, mean of {_DRAWS}", values, (total / _DRAWS).float()))
+        nearest, drawn, clock = Quant(), Quant(rounding="stochastic"), Clock(0)
+        fixed, draws = quantize(x, nearest).dequantize(), []
+        for clock.step in range(_DRAWS):
+            draws.append(quantize(x, drawn, clock=clock).dequantize())
+        mean = (sum(draws, torch.zeros_like(x, dtype=torch.float64)) / _DRAWS).float()
+        results = {"nearest, once": fixed, f"nearest, mean of {_DRAWS}": fixed}
+        results |= {"stochastic, once": draws[0], f"stochastic, mean of {_DRAWS}": mean}
+        rows = [_row(label, x.float(), cast) for label, cast in results.items()]
         clock.step = 0
         kept = quantize(x, nearest, keep=True), quantize(x, drawn, clock=clock, keep=True)
         flat = [_kept(z).flatten().numpy() for z in (kept[0].scaled, kept[0].codes, kept[1].codes)]
@@ -152,15 +133,11 @@ class Walkthrough:
         rows = []
         for block in ("1x16", "16x16"):
             quant = Quant(block=block)
-            across, down = (
-                quantize(w, quant).dequantize(),
-                quantize(w.t().contiguous(), quant).dequantize().t(),
-            )
+            across = quantize(w, quant).dequantize()
+            down = quantize(w.t().contiguous(), quant).dequantize().t()
             distance = ((across - down).square().sum() / w.float().square().sum()).item()
-            rows.append(
-                _row(f"blocks of {block}", w.float(), across)
-                | {"the two casts apart, relative": (f"{distance:.2e}", distance)}
-            )
+            row = _row(f"blocks of {block}", w.float(), across)
+            rows.append(row | {"the two casts apart, relative": cell(distance, ".2e")})
         return self.show(Table.of("tiles", rows))
 
     def products(self, x: Tensor, w: Tensor, dy: Tensor, recipes: Mapping[str, Recipe]) -> Section:
@@ -169,16 +146,11 @@ class Walkthrough:
         rows: list[dict[str, Cell]] = []
         for name, recipe in recipes.items():
             errors = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
-            decibels = {
-                product: errors.get(gemm_metric(product, "sqnr_db"), math.nan)
-                for product in ("fprop", "dgrad", "wgrad")
-            }
-            rows.append(
-                {
-                    "recipe": name,
-                    **{f"{product}, SQNR dB": (f"{value:.2f}", value) for product, value in decibels.items()},
-                }
-            )
+            row: dict[str, Cell] = {"recipe": name}
+            for product in ("fprop", "dgrad", "wgrad"):
+                value = errors.get(gemm_metric(product, "sqnr_db"), math.nan)
+                row[f"{product}, SQNR dB"] = (f"{value:.2f}", value)
+            rows.append(row)
         note = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
         return self.show(Table.of("products", rows), Text(note))
 
@@ -210,11 +182,7 @@ def _row(label: str, exact: Tensor, cast: Tensor) -> dict[str, Cell]:
     """Return squared error and bias of a cast, relative to the exact values."""
     error = ((exact - cast).square().sum() / exact.square().sum()).item()
     bias = ((exact * cast).sum() / exact.square().sum()).item() - 1
-    return {
-        "cast": label,
-        "relative squared error": (f"{error:.2e}", error),
-        "bias along x": (f"{bias:+.1e}", bias),
-    }
+    return {"cast": label, "relative squared error": cell(error, ".2e"), "bias along x": cell(bias, "+.1e")}
 
 
 def _stem(name: str) -> str:
