@@ -24,12 +24,12 @@ from ablate.recipes import Recipe
 from ablate.reports import answer_tables, operand_health
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.change_table import change_table
+from ablate.reports.comparison_tables import foremost
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.figures.effects import LAYERS_SQNR, operand_errors
 from ablate.reports.figures.style import Picture
 from ablate.reports.figures.tables import FEWEST_POINTS
-from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
 from ablate.reports.maps import map_parts, search_parts

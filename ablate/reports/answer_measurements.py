@@ -7,7 +7,7 @@ import pandas as pd
 
 from ablate.experiment.schema import Metric
 from ablate.files import Holder, holder_of
-from ablate.reports.foremost import foremost
+from ablate.reports.comparison_tables import foremost
 from ablate.results.attribution import Grid, interactions, main_effects
 from ablate.results.comparisons import Comparisons
 from ablate.results.intervals import ALPHA

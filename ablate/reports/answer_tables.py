@@ -10,8 +10,7 @@ import numpy as np
 
 from ablate.experiment.schema import Metric
 from ablate.reports.answer_measurements import Measurements
-from ablate.reports.comparison_tables import arm_columns, judged, needed_cell, published_table
-from ablate.reports.foremost import foremost
+from ablate.reports.comparison_tables import arm_columns, foremost, judged, needed_cell, published_table
 from ablate.reports.page import Part, Text
 from ablate.reports.table import Cell, Column, Source, Table, cell
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated

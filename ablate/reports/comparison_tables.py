@@ -5,10 +5,9 @@ Nothing of it needs pandas.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from ablate.experiment.schema import Metric
-from ablate.reports.foremost import foremost
 from ablate.reports.table import VERDICT, Cell, Column, Table
 from ablate.results.contrasts import Contrast
 from ablate.results.forked import DIFFERENCES, difference_word
@@ -37,24 +36,26 @@ NEEDED = Column[Any](
 """Column of the seeds that each row's verdict needs."""
 
 
-class _HasVerdict(Protocol):
-    @property
-    def verdict(self) -> Verdict:
-        """Verdict of the row."""
-
-
-Judged = TypeVar("Judged", bound=_HasVerdict)
-
-
 def judged(
     name: str,
-    rows: Sequence[Judged],
-    columns: Sequence[Column[Judged]],
+    rows: Sequence[Any],
+    columns: Sequence[Column[Any]],
     caption: str = "",
     classes: Sequence[str] = (),
-) -> Table[Judged]:
+) -> Table[Any]:
     """Return a table of rows with verdicts, whose notes stand below it."""
     return Table(name, rows, columns, caption, classes, [verdict_notes(row.verdict) for row in rows])
+
+
+def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
+    """Return at most about `most` arms, in their order, for a table or figure that a person reads: a search's
+    confirmed winner, the best arms by the metric, and beyond that number the baselines of these."""
+    if len(arms) <= most:
+        return arms
+    sign = 1 if metric.direction == "minimize" else -1
+    best = sorted(arms, key=lambda arm: (arm.role != "confirmed", not arm.values, sign * arm.mean))[:most]
+    shown = {name for arm in best for name in (arm.name, arm.baseline)}
+    return [arm for arm in arms if arm.name in shown]
 
 
 def arm_columns(arms: Sequence[ArmSummary], metric: Metric) -> list[Column[ArmSummary]]:
@@ -106,18 +107,18 @@ def contrasts_table(contrasts: Sequence[Contrast]) -> Table[Contrast]:
 
 def published_table(lines: Sequence[Replication]) -> Table[Replication]:
     """Return the table of published figures and orderings beside the measured ones."""
+
+    def published(line: Replication) -> Cell:
+        amount = line.figure.amount
+        return line.published if amount is None else (line.published, amount)
+
     columns: list[Column[Replication]] = [
         Column("arm", lambda line: line.subject),
         Column("metric", lambda line: line.metric),
-        Column("published", _published),
+        Column("published", published),
         Column("measured", lambda line: (line.found, line.measured.mean) if line.measured.pairs else ""),
         Column(VERDICT, lambda line: agreement_text(line, short=True)),
         Column("source", lambda line: line.figure.source),
     ]
     classes = [line.colour for line in lines]
     return Table("published", lines, columns, "", classes, [agreement_notes(line) for line in lines])
-
-
-def _published(line: Replication) -> Cell:
-    amount = line.figure.amount
-    return line.published if amount is None else (line.published, amount)

@@ -27,7 +27,13 @@ def facts(sweep: Comparisons) -> dict[str, str]:
     changed = ledger.facts.uncommitted
     judged, elsewhere = Judged.of(ledger), Judged.alone(ledger)
     lost = [f"{one.member.name}, seed {one.member.seed}: {one}." for one in divergences(ledger)]
-    commit = provenance.get("commit") or "none"
+    lost[_MOST_LOST:] = [f"And {len(lost) - _MOST_LOST} more."] if lost[_MOST_LOST:] else []
+    made = f"ablate {__version__}"
+    if not elsewhere:
+        made += f", commit {provenance.get('commit') or 'none'}"
+        made += f" with {changed} uncommitted lines of diff" if changed else ""
+        device = provenance.get("gpu") or provenance.get("cpu") or "?"
+        made += f", torch {provenance.get('torch', '?')}, {device}"
     every = {
         "Question": answer.question,
         "Claim": answer.sentence,
@@ -36,17 +42,12 @@ def facts(sweep: Comparisons) -> dict[str, str]:
         f" {pairing(arm.gap for arm in sweep.arms)}; verdicts corrected by Holm over the comparisons of their"
         " kind",
         "Checks": "; ".join(check.text for check in answer.checks),
-        "Diverged": " ".join(lost[:_MOST_LOST])
-        + (f" And {len(lost) - _MOST_LOST} more." if lost[_MOST_LOST:] else ""),
+        "Diverged": " ".join(lost),
         "Records": unverified(ledger),
         "Registered": registered_text(ledger),
         "Origin": judged.text if judged else "",
         "Command": "" if elsewhere else f"ablate sweep {ledger.facts.file or f'{ledger.name}.yaml'}",
-        "Made with": f"ablate {__version__}"
-        if elsewhere
-        else f"ablate {__version__}, commit {commit}"
-        + (f" with {changed} uncommitted lines of diff" if changed else "")
-        + f", torch {provenance.get('torch', '?')}, {provenance.get('gpu') or provenance.get('cpu') or '?'}",
+        "Made with": made,
     }
     return {name: text for name, text in every.items() if text}
 

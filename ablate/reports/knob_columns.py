@@ -9,7 +9,7 @@ Notes, terminals and CSV files keep the names, which other commands take.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ablate.experiment.arms import label
 from ablate.files import Json
@@ -32,29 +32,30 @@ def by_knobs(part: Shown, arms: Sequence[ArmSummary]) -> Shown:
     same = len({frozenset(arm.knobs) for arm in several}) == 1
     if not isinstance(part, Table) or named or not same:
         return part
-    columns = [_columns(column, part, knobs, list(several[0].knobs)) for column in part.columns]
-    return replace(part, columns=[column for group in columns for column in group])
+    columns: list[Column[Any]] = []
+    for column in part.columns:
+        columns += _columns(column, part.rows, knobs) if column.name == _ARM else [column]
+    return replace(part, columns=columns)
 
 
 def _columns(
-    column: Column[Row], table: Table[Row], knobs: Mapping[str, Mapping[str, Json]], names: Sequence[str]
+    column: Column[Row], rows: Sequence[Row], knobs: Mapping[str, Mapping[str, Json]]
 ) -> list[Column[Row]]:
-    if column.name != _ARM:
-        return [column]
-
     def name(row: Row) -> str:
         return column.text(column.cell(row))
 
     def of(knob: str) -> Column[Row]:
+        short = knob.removeprefix("workload.")
+
         def cell(row: Row) -> Cell:
-            each, short = knobs.get(name(row), {}), knob.removeprefix("workload.")
+            each = knobs.get(name(row), {})
             return label({knob: each[knob]}).removeprefix(f"{short}=") if knob in each else ""
 
-        return Column(knob.removeprefix("workload."), cell)
+        return Column(short, cell)
 
     def other(row: Row) -> Cell:
         return "" if name(row) in knobs else name(row)
 
-    named = [Column[Row](_ARM, other)] if any(map(other, table.rows)) else []
-    html = only("html", *named, *map(of, names))
+    named = [Column[Row](_ARM, other)] if any(map(other, rows)) else []
+    html = only("html", *named, *map(of, next(iter(knobs.values()))))
     return [*html, replace(column, only=("terminal", "markdown", "csv"))]

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from ablate.reports.comparison_tables import arm_columns, judged
+from ablate.reports.comparison_tables import arm_columns, foremost, judged
 from ablate.reports.effect_table import effect_table, lines
-from ablate.reports.foremost import foremost
 from ablate.reports.plain_text import markdown_cell
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of

@@ -26,6 +26,7 @@ class Part(Protocol):
 
     def save(self, folder: Path) -> object:
         """Write its data and its pictures into the folder, which is created if it is missing; here: none."""
+        return None
 
 
 @dataclass(frozen=True)

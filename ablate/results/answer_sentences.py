@@ -24,11 +24,7 @@ from ablate.results.verdict_text import KINDS, NO_ANSWER, NOT_YET, REASONS
 
 MOST_WORDS = 40
 """Largest number of words of an answer; names of a few arms may exceed it."""
-_SWITCHES = {
-    "rht": "rotation",
-    "sr": "stochastic rounding",
-    "weights_2d": "2D weight scaling",
-}
+_SWITCHES = {"rht": "rotation", "sr": "stochastic rounding", "weights_2d": "2D weight scaling"}
 """Names of knobs that are on or off, as a sentence has them."""
 CLOSING = ("cooldown", "skip_first", "skip_last")
 """Knobs that give a part of the run or of the model back to high precision, to close a gap."""
@@ -116,25 +112,19 @@ def of_map(found: Sensitivity, setting: Setting) -> tuple[str, str]:
     """Return first words and sentence on a map of cells."""
     known = [each.agreement for each in found.rankings.values() if not math.isnan(each.agreement)]
     lead = f"Mapped{f', {setting.scope}' if setting.scope else ''}."
+    resolved = sum(cell.resolved for cell in found.cells)
+    told = f"{resolved} of {counted(len(found.cells), 'cell')} are told from zero."
     if found.first is None:
-        if not known:
-            why = f"an order takes {FEWEST_CELLS} cells of a product and {FEWEST_SEEDS} seeds"
-        else:
+        why = f"an order takes {FEWEST_CELLS} cells of a product and {FEWEST_SEEDS} seeds"
+        if known:
             why = f"halves of the seeds order them alike by {minus(f'{max(known):.2f}')} at most, 1 is alike"
-        return "No ranking:", f"no cell is told from all others ({why}). {_told(found)}"
+        return "No ranking:", f"no cell is told from all others ({why}). {told}"
     first, times = found.first, f", with {found.times:g} times the error" if found.times > 1 else ""
     damage = setting.amount(first.total.mean, first.total, True, True)
     ends = (setting.amount(end, first.total, True, False) for end in (first.total.low, first.total.high))
     whole = setting.amount(found.everything.mean, found.everything, True, False) if found.everything else ""
     share = f" of {whole} for all cells" if whole else ""
-    return lead, (
-        f"{first.name} costs most: {damage} (95 % CI {' to '.join(ends)}){share}{times}. {_told(found)}"
-    )
-
-
-def _told(found: Sensitivity) -> str:
-    resolved = sum(cell.resolved for cell in found.cells)
-    return f"{resolved} of {counted(len(found.cells), 'cell')} are told from zero."
+    return lead, f"{first.name} costs most: {damage} (95 % CI {' to '.join(ends)}){share}{times}. {told}"
 
 
 # One effect

@@ -138,7 +138,7 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
         return NO_ANSWER, text, []
     asked, setting = sweep.asked_effects, _setting(sweep)
     if sweep.one_seed and not all(arm.diverged for arm in sweep.arms):
-        return _no_comparison(sweep, setting)
+        return *_no_comparison(sweep, setting), []
     if cells := sensitivity(sweep):
         return *answer_sentences.of_map(cells, setting), [cell.verdict for cell in cells.cells if cell.ranked]
     if sweep.relative and (found := _of_tensors(sweep, replace(setting, relative=True))):
@@ -169,24 +169,19 @@ def _of_effects(
         return *answer_sentences.of_effect(effect, verdict, setting, own, averaged), [verdict]
     paired = [(effect, verdict) for effect, verdict in paired if effect.effect.pairs > 1]
     if not paired:
-        return _no_comparison(sweep, setting)
+        return *_no_comparison(sweep, setting), []
     one = {effect.knobs for effect, _ in paired}
     against = "Averaged over other knobs" if len(levels) > 1 else ""
     if len(one) == 1:
         (knob,) = paired[0][0].knobs
         first = shown_value(levels[knob][0])
         against = f"Against {knob} {first}{', averaged over other knobs' if against else ''}"
-    family = [
-        Compared(
-            effect.level
-            if len(one) == 1
-            else answer_sentences.turned_text(effect, levels.get(effect.knobs[0], ())),
-            effect.effect,
-            verdict,
-            effect.margin,
-        )
-        for effect, verdict in paired
-    ]
+
+    def name(effect: Effect) -> str:
+        turned = answer_sentences.turned_text(effect, levels.get(effect.knobs[0], ()))
+        return effect.level if len(one) == 1 else turned
+
+    family = [Compared(name(each), each.effect, verdict, each.margin) for each, verdict in paired]
     verdicts = [verdict for _, verdict in paired]
     lead, text = answer_sentences.of_family(family, setting, against or "Turned")
     if len(levels) == 1 and (unresolved := _unresolved(sweep, levels)):
@@ -257,7 +252,7 @@ def _of_arms(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdi
         if arm.gap is not None and arm.gap.pairs > 1 and arm.role not in ("searched", "null", "bad")
     ]
     if not arms:
-        return _no_comparison(sweep, setting)
+        return *_no_comparison(sweep, setting), []
     if len(arms) == 1:
         ((arm, gap),) = arms
         single = Effect((), f"{arm.name} instead of {arm.baseline}", gap, arm.margin)
@@ -298,53 +293,47 @@ def _setting(sweep: Comparisons) -> Setting:
     return Setting(sweep.metric, sweep.unit, scope, bad)
 
 
-def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]]:
+def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str]:
     """Return lead and text if no comparison has two pairs: the reason, or the best arm of a search so far."""
     searched = [arm for arm in sweep.arms if arm.role == "searched" and arm.values and not arm.pruned]
     if searched:
         sign = 1 if sweep.metric.direction == "minimize" else -1
         again = next((arm for arm in sweep.arms if arm.role == "confirmed"), None)
         searched.sort(key=lambda arm: sign * arm.mean)
-        return "", answer_sentences.of_best(searched, again, setting), []
+        return "", answer_sentences.of_best(searched, again, setting)
     if any(arm.diverged for arm in sweep.arms) and not any(arm.values for arm in sweep.arms):
-        return NO_ANSWER, "every run diverged, and no arm has a finite value to compare.", []
+        return NO_ANSWER, "every run diverged, and no arm has a finite value to compare."
     if sweep.one_seed:
         text = "no difference has an interval, so none can be told from chance. Nothing is claimed."
         if Judged.alone(sweep.ledger):
             text = text.replace("Nothing is claimed", f"Run {FEWEST_DISTINCT} or more of each arm")
-        return "One seed per arm:", text, []
+        return "One seed per arm:", text
     if uneven := [arm.name for arm in sweep.arms if arm.uneven]:
         named = ", ".join(uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")
-        text = f"{named} ended at an earlier step than other runs."
-        how = (
-            "at a step that they share, by --at"
-            if Judged.alone(sweep.ledger)
-            else "by any_length under metric"
-        )
+        judged = Judged.alone(sweep.ledger)
+        how = "at a step that they share, by --at" if judged else "by any_length under metric"
         remedy = f"Give all runs the same length, or compare them all the same {how}."
-        return NO_ANSWER, f"{text} {remedy}", []
+        return NO_ANSWER, f"{named} ended at an earlier step than other runs. {remedy}"
     if copied := [each.text() for arm in sweep.arms for each in arm.copies if each.sure]:
         text = f"{'; '.join(copied[:2])}; they count as one, which leaves too few."
-        return "No verdict:", text, []
+        return "No verdict:", text
     if len([arm for arm in sweep.arms if arm.values]) == 1:
-        return NO_ANSWER, "only one arm has finished, so there is nothing to compare it with.", []
+        return NO_ANSWER, "only one arm has finished, so there is nothing to compare it with."
     if not any(arm.values for arm in sweep.arms):
         members = sweep.ledger.members()
         failed = sum(member.status in ("failed", "oom") for member in members)
         if not failed:
-            return "No answer yet:", "no run has finished.", []
-        which = f"{failed} of {counted(len(members), 'run')} failed, and the others have not finished"
-        return (
-            "Failed:",
-            f"all {counted(failed, 'run')} failed." if failed == len(members) else f"{which}.",
-            [],
-        )
+            return "No answer yet:", "no run has finished."
+        if failed == len(members):
+            return "Failed:", f"all {counted(failed, 'run')} failed."
+        which = f"{failed} of {counted(len(members), 'run')} failed, and the others have not finished."
+        return "Failed:", which
     if any(arm.gap is not None and arm.gap.sides for arm in sweep.arms):
         few = f"no arm has {FEWEST_DISTINCT} runs beside {FEWEST_DISTINCT} of its baseline"
-        return "No verdict:", f"{few}, so no difference can be told from chance.", []
+        return "No verdict:", f"{few}, so no difference can be told from chance."
     if any(arm.gap is not None and arm.gap.pairs > 1 for arm in sweep.arms):
-        return "No answer yet:", "the comparisons of the question share fewer than two finished seeds.", []
-    return "No answer yet:", "no arm shares two finished seeds with its baseline.", []
+        return "No answer yet:", "the comparisons of the question share fewer than two finished seeds."
+    return "No answer yet:", "no arm shares two finished seeds with its baseline."
 
 
 def _command(ledger: Ledger, settling: Settling | None) -> str:

@@ -90,19 +90,17 @@ def verdict_notes(verdict: Verdict) -> list[str]:
 
 def _qualifications(verdict: Verdict) -> list[str]:
     """Return everything that qualifies the verdict, except diverged seeds."""
-    notes = []
-    if verdict.alone:
-        notes.append(f"{verdict.alone} alone, not after Holm's correction")
-    if verdict.exploratory:
-        notes.append("exploratory: the search chose this arm by the same numbers")
-    if verdict.fresh_seeds:
-        notes.append(f"on {verdict.fresh_seeds} fresh seeds")
-    if verdict.reference is not None:
-        notes.append(f"learned nothing: a model that ignores its input reaches {verdict.reference:.2f}")
-    if verdict.mixed:
-        pairs = "1 pair compares" if verdict.mixed == 1 else f"{verdict.mixed} pairs compare"
-        notes.append(f"{pairs} two kinds of processors or versions of torch, too")
-    return notes
+    pairs = "1 pair compares" if verdict.mixed == 1 else f"{verdict.mixed} pairs compare"
+    notes = {
+        f"{verdict.alone} alone, not after Holm's correction": verdict.alone,
+        "exploratory: the search chose this arm by the same numbers": verdict.exploratory,
+        f"on {verdict.fresh_seeds} fresh seeds": verdict.fresh_seeds,
+        f"learned nothing: a model that ignores its input reaches {verdict.reference or 0:.2f}": (
+            verdict.reference is not None
+        ),
+        f"{pairs} two kinds of processors or versions of torch, too": verdict.mixed,
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 def _counted(words: Words, count: int) -> str:

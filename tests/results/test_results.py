@@ -17,8 +17,7 @@ from support.experiments import sweep, tiny
 from ablate.cli.answer_view import DISPENSABLE
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
-from ablate.reports.comparison_tables import published_table, summary_table
-from ablate.reports.foremost import foremost
+from ablate.reports.comparison_tables import foremost, published_table, summary_table
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.reports.table_notes import emulated, reading
 from ablate.results.attribution import grid, main_effects

@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.schema import Metric
+from ablate.reports.comparison_tables import foremost
 from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
     MOST_ARMS,
@@ -25,7 +26,6 @@ from ablate.reports.figures.style import (
     plain,
 )
 from ablate.reports.figures.tables import FEWEST_POINTS
-from ablate.reports.foremost import foremost
 from ablate.results.attribution import Grid, front, interactions
 from ablate.results.number_text import number
 from ablate.results.summary import ArmSummary
