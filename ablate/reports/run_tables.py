@@ -1,13 +1,12 @@
 """Tables and sentences of a report on its runs: how far a running sweep is, why runs failed, what the arms'
 recipes differ in, and every run with its files."""
 
-import json
 import math
 import time
 from pathlib import Path
 
-from ablate.recipes.changes import differences
 from ablate.recipes.recipe import Recipe
+from ablate.recipes.recipe_text import differences, used
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.page import Answered
 from ablate.reports.table import Cell, Source, Table, link
@@ -21,8 +20,8 @@ from ablate.training.workloads import recorded
 
 _LOG_LINES = 200
 _MOST_REASONS = 12
-_MOST_FIELDS, _LONGEST_VALUE = 12, 60
-"""Largest number of fields of a recipe in a cell, and characters of a value."""
+_MOST_FIELDS = 12
+"""Largest number of fields of a recipe in a cell."""
 
 
 def running(ledger: Ledger) -> Answered:
@@ -104,10 +103,14 @@ def recipes_table(sweep: Measurements) -> Table | None:
     first = quantised[0].name
     rows: list[dict[str, Cell]] = []
     for arm in named:
-        both = (recipes[name].model_dump(mode="json") for name in (first, arm.name))
-        found = differences(*both)
-        by_weight = sorted(found.items(), key=lambda item: not item[0].startswith("layers."))  # never cut
-        words = [f"`{path}` {_said(then)} → {_said(now)}" for path, (then, now) in by_weight]
+        both = recipes[first], recipes[arm.name]
+        found = differences(*(recipe.model_dump(mode="json") for recipe in both))
+        by_weight = sorted(found, key=lambda one: not one[0].startswith("layers."))  # never cut
+        words = []
+        for path, *texts in by_weight:
+            listed = [_listed(recipe, path) for recipe in both]
+            then, now = texts if listed[0] == listed[1] else listed
+            words.append(f"`{path}` {then} → {now}")
         more = [f"and {len(words) - _MOST_FIELDS} more fields"] if len(words) > _MOST_FIELDS else []
         text = "; ".join(words[:_MOST_FIELDS] + more)
         rows.append({"arm": arm.name, f"differs from {first} in": text if words else "(the same recipe)"})
@@ -116,9 +119,13 @@ def recipes_table(sweep: Measurements) -> Table | None:
     )
 
 
-def _said(value: object) -> str:
-    text = json.dumps(value) if not isinstance(value, str) else value
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+def _listed(recipe: Recipe, path: str) -> str:
+    """Return rules for layers, or phases, in words; empty for another field."""
+    if path == "layers.rules":
+        return ", ".join(f"{rule.match}: {used(rule.use)}" for rule in recipe.layers.rules) or "none"
+    if path == "schedule":
+        return ", ".join(f"from {phase.start}: {used(phase.use)}" for phase in recipe.schedule) or "none"
+    return ""
 
 
 def runs_table(sweep: Measurements) -> Table:

@@ -773,3 +773,35 @@ def test_runs_that_diverged_have_their_place_and_the_baselines_fate(tmp_path):
     assert (first.of_baseline, second.of_baseline) == ("it is the baseline", "diverged too")
     assert str(first) == "non-finite loss or gradient at step 3: loss; it is the baseline"
     book.close()
+
+
+RULES = {
+    "first": [{"match": "class:Experts"}],
+    "second": [{"match": "class:Attention"}],
+    "third": [{"match": "class:Experts", "use": {"fprop": {"x": {"rounding": "stochastic"}}}}],
+    "fourth": [{"match": "class:Experts", "use": {"fprop": {"x": {"rounding": "nearest"}}}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        (("first", "second"), "within Experts: high precision → within Attention: high precision"),
+        (("third", "fourth"), '"stochastic"'),  # two rules of equal words: all of both
+    ],
+)
+def test_rules_for_layers_are_words_in_the_row_of_a_recipe(tmp_path, arms, said):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}')
+    base = None
+    for name in ("bf16", *arms):
+        recipe = {} if base is None else {"fprop": {"x": {}}, "layers": {"rules": RULES[name]}}
+        spec = json.dumps({"workload": {"gpt": {"layers": 2}}, "recipe": recipe})
+        arm = book.add_arm(name, {}, base, None)
+        base = base or arm
+        for seed in range(2):
+            finish(book, arm, seed, [(9, {"val/loss": 2.0 + seed})], spec=spec)
+    text = Answer(book).recipes().rows[-1][f"differs from {arms[0]} in"]
+    book.close()
+    assert text.startswith("`layers.rules` ")
+    assert said in text
