@@ -164,9 +164,10 @@ def headed(group: str, means: str) -> Html:
 
 def _perhaps_little(line: Line) -> list[str]:
     """Return the note that a resolved effect may be smaller than what matters."""
-    one = line.difference
-    open_ = line.verdict.resolved and line.margin is not None and one.has_interval
-    little = open_ and min(abs(one.low), abs(one.high)) < line.margin
+    one, margin = line.difference, line.margin
+    if not line.verdict.resolved or margin is None or not one.has_interval:
+        return []
+    little = min(abs(one.low), abs(one.high)) < margin
     return ["told from zero, but perhaps too small to matter"] * little
 
 

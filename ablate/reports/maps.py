@@ -160,9 +160,12 @@ def search_parts(sweep: Comparisons) -> list[Part]:
     }
     rounds = {f"round {number}": each.estimates for number, each in enumerate(search.rounds, 1)}
     rows: list[dict[str, Cell]] = [
-        {"unit": name}
-        | {head: (f"{values[place]:+.1f}", values[place]) for head, values in rounds.items()}
-        | {"alone": alone.get(place, ""), "culprit": "yes" if place in search.culprits else ""}
+        {
+            "unit": name,
+            **{head: (f"{values[place]:+.1f}", values[place]) for head, values in rounds.items()},
+            "alone": alone.get(place, ""),
+            "culprit": "yes" if place in search.culprits else "",
+        }
         for place, name in units
     ]
     last = '<th scope="col">alone, on fresh seeds</th>' if proofs else ""

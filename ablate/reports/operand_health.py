@@ -137,7 +137,7 @@ def shares_tables(records: pd.DataFrame) -> list[Table]:
         values = {(line.arm, line.slot): float(line.value) for line in shares.itertuples()}
         slots = in_order(shares["slot"])
         rows: list[dict[str, Cell]] = [
-            {"arm": arm} | {slot: _percent(values.get((arm, slot))) for slot in slots} for arm in arms
+            {"arm": arm, **{slot: _percent(values.get((arm, slot))) for slot in slots}} for arm in arms
         ]
         few = f"; {len(arms)} of {total:,} arms" if len(arms) < total else ""
         found.append(Table.of(name, rows, f"{caption} at the end: mean over layers and seeds{few}."))

@@ -50,7 +50,7 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
     height = (len(labels) * (0.16 * len(hues) + 0.14) + 0.9) * -(-len(parts) // columns) + 0.3
     question = f"What does each {hue} reach in {value}, by {label}?"
     drawing = Drawing(question, 4.4 * columns + name_column(names), height)
-    thick, drawn = 0.8 / len(hues), {}
+    thick, drawn = 0.8 / len(hues), dict[str, Any]()
     every = drawing.panels(len(parts), columns, sharex=True, sharey=True)
     for axes, part in zip(every, parts, strict=True):
         rows(axes, names)

@@ -191,8 +191,8 @@ def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark
         look = mark._asdict() | {"markersize": 4, "markevery": max(1, len(line) // 8), "linewidth": 1.4}
         axes.plot(line[over], line["mean"], **look, gid=f"arm-{number}-line-{place}")
         if (line["high"] > line["low"]).any():
-            ends, pale = (line["low"], line["high"]), {"alpha": 0.18, "linewidth": 0}
-            band = axes.fill_between(line[over], *ends, color=mark.color, **pale)
+            pale: dict[str, Any] = {"color": mark.color, "alpha": 0.18, "linewidth": 0}
+            band = axes.fill_between(line[over], line["low"], line["high"], **pale)
             band.set_gid(f"arm-{number}-band-{place}")
 
 

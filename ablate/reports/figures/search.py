@@ -3,6 +3,7 @@ front of two objectives."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -47,7 +48,7 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     without = f"{len(missing)} of {len(data):,} arms have no value: crosses below." if len(missing) else ""
     drawing = Drawing(question, 7.5, 3.4, without)
     axes = drawing.body.subplots()
-    dot = {"color": COLOURS[0], "markersize": 4, "alpha": 0.7}
+    dot: dict[str, Any] = {"color": COLOURS[0], "markersize": 4, "alpha": 0.7}
     axes.plot(data["order"], data["value"], "o", label="arm, mean over its seeds", **dot)
     axes.step(data["order"], data["best_so_far"], where="post", color=COLOURS[3], label="best so far")
     edge, at_edge = [0.02] * len(missing), axes.get_xaxis_transform()

@@ -179,7 +179,7 @@ class Drawing:
         parts = self.figure.subfigures(3, 1, squeeze=False, height_ratios=(above, height, below))
         self.body: SubFigure = parts[1, 0]
 
-    def panels(self, count: int, columns: int, **shared: bool) -> list[Axes]:
+    def panels(self, count: int, columns: int, **shared: Any) -> list[Axes]:
         """Return `count` axes in rows of at most `columns`. The rest of the last row stays empty."""
         columns = min(columns, count)
         axes = self.body.subplots(-(-count // columns), columns, squeeze=False, **shared).ravel()

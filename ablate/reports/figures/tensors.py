@@ -2,6 +2,7 @@
 results of two roundings."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -69,7 +70,7 @@ def errors_by_slot(
         _error_panel(axes, data[data["error"] == kind], slots, looks)
         axes.set_xlabel(_MEANING.get(kind, kind))
         axes.set_title(kind)
-    dot = {"linestyle": "", "markersize": 5}
+    dot: dict[str, Any] = {"linestyle": "", "markersize": 5}
     drawing.legend(
         [Line2D([], [], color=mark.color, marker=mark.marker, **dot) for mark in looks.values()], arms
     )
@@ -100,7 +101,7 @@ def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], looks: dict[s
         if "baseline_mean" in line:
             axes.plot(line["baseline_mean"], heights, "|", color=GREY, markersize=7, markeredgewidth=1.5)
         bars = np.maximum([line["mean"] - line["low"], line["high"] - line["mean"]], 0)
-        look = {"fmt": mark.marker, "color": mark.color, "markersize": 4.5, "linewidth": 1}
+        look: dict[str, Any] = {"fmt": mark.marker, "color": mark.color, "markersize": 4.5, "linewidth": 1}
         axes.errorbar(line["mean"], heights, xerr=bars, **look)
     for edge in np.arange(len(slots) - 1) + 0.5:
         axes.axhline(edge, color="0.85", linewidth=0.8)
@@ -178,10 +179,16 @@ def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.n
     looks = ((-1, COLOURS[1], "o", "--"), (1, COLOURS[0], "s", "-"))
     for each, (side, colour, marker, dash) in zip(every, looks, strict=True):
         counts, near = (each[each["what"] == what] for what in ("goes to", "comes from"))
-        middles, bar = np.arange(len(codes)) + side * width / 2, {"edgecolor": "white", "linewidth": 0}
-        hatch = HATCHES[side > 0]
-        handles.append(count_axes.bar(middles, counts["count"], width, color=colour, hatch=hatch, **bar))
-        line = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 2.5, "linewidth": 1.2}
+        middles, hatch = np.arange(len(codes)) + side * width / 2, HATCHES[side > 0]
+        bar: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        handles.append(count_axes.bar(middles, counts["count"], width, **bar))
+        line: dict[str, Any] = {
+            "color": colour,
+            "linestyle": dash,
+            "marker": marker,
+            "markersize": 2.5,
+            "linewidth": 1.2,
+        }
         error_axes.plot(near["value"], near["mean_error"], **line)
     count_axes.set_xticks(range(len(codes)), [f"{code:g}" for code in codes], size="small")
     count_axes.set(xlabel="value on the grid", ylabel="values that go there")
