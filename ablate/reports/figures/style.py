@@ -199,15 +199,16 @@ class Drawing:
         """Return the picture with the numbers that are drawn. `words`: names of the figure and its metrics,
         from which its files have their names: `curves-val-loss`. It is laid out once, here, so that writing
         it again gives the same bytes."""
-        if engine := self.figure.get_layout_engine():
-            engine.execute(self.figure)
-        self.figure.set_layout_engine("none")
+        figure = self.figure
+        if engine := figure.get_layout_engine():
+            engine.execute(figure)
+        figure.set_layout_engine("none")
         box = self.body.bbox_relative  # the last digits of the solver depend on memory addresses
         box.p0, box.p1 = np.round(box.p0, 6), np.round(box.p1, 6)
-        for axes in self.figure.axes:
+        for axes in figure.axes:
             axes.set_position(np.round(axes.get_position().bounds, 6))
         name = "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words)
-        return Picture(name, self.question, self.figure, data.reset_index(drop=True))
+        return Picture(name, self.question, figure, data.reset_index(drop=True))
 
 
 class Mark(NamedTuple):
