@@ -20,7 +20,6 @@ import csv
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +44,6 @@ from ablate.verification.bench_runs import stepper
 
 WIDTH, TOKENS = 2048, 8192
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-FLAGS = ("STOCHASTIC", "FIRST_STOCHASTIC", "SECOND_STOCHASTIC")
 FIRST_DIGIT = 23
 """Lowest bit of the digit of a histogram that needs none before it."""
 BF16 = torch.bfloat16
@@ -103,28 +101,29 @@ class Kernels(Counts):
 
 
 def row_of(kernel: Any, given: dict[str, Any]) -> str:
-    """Return the kernel's row of kernel_code.json: that which does the least beyond what this launch does."""
-
-    def does(constants: Mapping[str, Any], rotates: bool, rounds: bool) -> set[str]:
-        later = constants.get("SHIFT", FIRST_DIGIT) != FIRST_DIGIT
-        more = {"rotation": rotates, "rounding": rounds, "later digit": later}
-        return {name for name in FLAGS if constants.get(name)} | {name for name in more if more[name]}
-
+    """Return the kernel's row of kernel_code.json: that which is most like this launch, and does as much."""
     dtype = "bf16" if next(iter(given.values())).dtype == BF16 else "fp32"
-    wanted = does(given, given.get("signs") is not None, "out" in given and given["out"].dtype == BF16)
 
-    def distance(build: Build) -> tuple[bool, int, bool]:
-        rotates = "signs" in kernel.arg_names and "signs" not in build.constants
-        done = does(build.constants, rotates, build.module == "result" and build.out == "bf16")
-        return not wanted <= done, len(done - wanted), build.dtype != dtype
-
-    def unlike(build: Build) -> tuple[int, bool, bool]:
-        one, other = (vars(constants["FORM"]) for constants in (build.constants, given))
-        same = build.constants["DOWN"] == given["DOWN"]
-        return sum(one[name] != other[name] for name in one), not same, build.dtype != dtype
+    def unlike(build: Build) -> tuple[int, ...]:
+        constants = build.constants
+        if "SHIFT" in constants:
+            lower = [each["SHIFT"] != FIRST_DIGIT for each in (constants, given)]
+            turned = ["signs" not in constants, given.get("signs") is not None]
+            return lower[0] != lower[1], turned[0] != turned[1]
+        if "out" in given and "SIZE" in given:
+            return (BF16 if build.out == "bf16" else torch.float32) != given["out"].dtype, 0
+        copies = [(constants.get(name), given.get(name)) for name in ("FIRST", "OTHER", "FORM")]
+        missing = sum((one is None) != (other is None) for one, other in copies)
+        fields = [
+            vars(one)[name] != value
+            for one, other in copies
+            if one is not None and other is not None
+            for name, value in vars(other).items()
+        ]
+        return missing, sum(fields), build.dtype != dtype
 
     own = {name: build for name, build in BUILDS.items() if build.kernel == kernel.__name__}
-    return min(own, key=lambda name: (unlike if "FORM" in given else distance)(own[name]))
+    return min(own, key=lambda name: unlike(own[name]))
 
 
 class Attention(torch.autograd.Function):

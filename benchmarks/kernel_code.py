@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ablate.numerics.kernels import cuda, general_cuda
+from ablate.numerics.spec import Quant
 from ablate.recipes import PRESETS
 
 CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120a": 120}
@@ -36,75 +37,104 @@ class Build(NamedTuple):
     dtype: str = "bf16"
     constants: Mapping[str, Any] = MappingProxyType({})
     out: str = "bf16"
-    elements: int = 16 * cuda.COLUMNS
+    elements: int = 4096
     """Elements of a program."""
     warps: int = WARPS
 
 
-def general(preset: str, slot: str, kernel: str = "cast") -> Build:
-    """Return a build of the general kernel, or of one for its statistic, for the operand of a preset."""
-    products = PRESETS[preset]().products
-    quant, turn = products.slot(slot), getattr(products, slot.partition(".")[0]).hadamard
-    form = general_cuda.described(quant.cast, turn.size if turn else 0)
-    constants = {"FORM": form, "DOWN": slot in ("dgrad.w", "wgrad.g", "wgrad.x")}
-    if kernel == "cast":
-        constants |= {name: None for name, used in general_cuda.pointers(form).items() if not used}
-    out = "fp32" if quant.wide else "bf16"
+Copy = tuple[Quant, int]
+"""Form of a copy, and the size of its rotation."""
+
+
+def copies(first: Copy | None, other: Copy | None = None, dtype: str = "bf16", kernel: str = "cast") -> Build:
+    """Return a build of the quantiser for a copy along the rows of memory, one along its columns, or both."""
+    forms = [copy and general_cuda.described(*copy, down) for copy, down in ((first, False), (other, True))]
+    constants: dict[str, Any] = {"FIRST": forms[0], "OTHER": forms[1]}
+    for prefix, form in zip(("", "other_"), forms, strict=True) if kernel == "cast" else ():
+        used = form and general_cuda.pointers(form)
+        constants |= {prefix + name: None for name in POINTERS if not (used and used.get(name, True))}
+    wide = any(copy and copy[0].wide for copy in (first, other))
     return Build(
-        "general_triton", kernel, constants=constants, out=out, elements=32 * 128, warps=general_cuda.WARPS
+        "general_triton",
+        kernel,
+        dtype,
+        constants,
+        "fp32" if wide else "bf16",
+        warps=general_cuda.warps(forms),
     )
 
 
-BOTH = {"FIRST_STOCHASTIC": True, "SECOND_STOCHASTIC": True}
+def operand(preset: str, slot: str, both: str | None = None) -> Build:
+    """Return a build of the quantiser for an operand of a preset, or for both copies of a tensor."""
+    products = PRESETS[preset]().products
+
+    def copy(slot: str) -> Copy:
+        quant, turn = products.slot(slot), getattr(products, slot.partition(".")[0]).hadamard
+        return quant.cast, turn.size if turn else 0
+
+    if both is not None:
+        return copies(copy(slot), copy(both))
+    down = slot in ("dgrad.w", "wgrad.g", "wgrad.x")
+    return copies(None, copy(slot)) if down else copies(copy(slot))
+
+
+NEAREST, STOCHASTIC, TILES = Quant(), Quant(rounding="stochastic"), Quant(block="16x16")
+POINTERS = ("values", "scales", "outer", "largest")
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
 ONE = {"FIRST_BY_ROW": False, "SECOND_BY_ROW": False}
 DECODED = {"TILE_ROWS": 1, "TILE_COLUMNS": 16, "BY_ROW": False, "DOWN": False, "SIZE": 4096}
 BUILDS = {
-    "amax": Build("nvfp4", "amaxes", constants={"signs": None}),
-    "amax, rotated too": Build("nvfp4", "amaxes"),
-    "rows, nearest": Build("nvfp4", "by_rows", constants={"STOCHASTIC": False}),
-    "rows, stochastic": Build("nvfp4", "by_rows", constants={"STOCHASTIC": True}),
-    "rows, nearest, fp32": Build("nvfp4", "by_rows", "fp32", {"STOCHASTIC": False}),
-    "columns, nearest": Build("nvfp4", "by_columns", constants={"STOCHASTIC": False, "signs": None}),
-    "columns, stochastic, fp32": Build("nvfp4", "by_columns", "fp32", {"STOCHASTIC": True, "signs": None}),
-    "columns, rotated, nearest": Build("nvfp4", "by_columns", constants={"STOCHASTIC": False}),
-    "columns, rotated, stochastic": Build("nvfp4", "by_columns", constants={"STOCHASTIC": True}),
-    "both, rotated, stochastic": Build("nvfp4", "by_both", constants=BOTH),
-    "both, nearest": Build("nvfp4", "by_both", constants=dict.fromkeys(BOTH, False) | {"signs": None}),
-    "tiles": Build("nvfp4", "by_tiles"),
-    "tiles, fp32": Build("nvfp4", "by_tiles", "fp32"),
+    "amax": copies(None, kernel="amaxes"),
+    "amax, rotated too": copies(None, (NEAREST, 16), kernel="amaxes"),
+    "rows, nearest": copies((NEAREST, 0)),
+    "rows, stochastic": copies((STOCHASTIC, 0)),
+    "rows, nearest, fp32": copies((NEAREST, 0), dtype="fp32"),
+    "columns, nearest": copies(None, (NEAREST, 0)),
+    "columns, stochastic, fp32": copies(None, (STOCHASTIC, 0), "fp32"),
+    "columns, rotated, nearest": copies(None, (NEAREST, 16)),
+    "columns, rotated, stochastic": copies(None, (STOCHASTIC, 16)),
+    "both, rotated, stochastic": copies((STOCHASTIC, 0), (STOCHASTIC, 16)),
+    "both, nearest": copies((NEAREST, 0), (NEAREST, 0)),
+    "tiles": copies((TILES, 0)),
+    "tiles, fp32": copies((TILES, 0), dtype="fp32"),
     "count": Build("order_statistic", "counted", constants=ORDER | {"signs": None}),
     "count, rotated": Build("order_statistic", "counted", constants=ORDER),
     "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
     "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
-    "scale and round": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, elements=4096),
+    "scale and round": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}),
     **{
-        f"general, {preset} {slot}": general(preset, slot)
+        f"general, {preset} {slot}": operand(preset, slot)
         for preset, slot in (
             *(("fp8_current", "fprop.x"), ("mxfp8", "dgrad.w"), ("mxfp4_v4", "fprop.w")),
             *(("mxfp4_backward", "wgrad.g"), ("quartet", "fprop.x"), ("quartet2", "fprop.x")),
             *(("quartet2", "wgrad.x"), ("tetrajet2", "dgrad.g"), ("if4", "fprop.x"), ("hif4", "fprop.w")),
         )
     },
-    "general, amax of rotated": general("quartet2", "wgrad.x", "turned_amaxes"),
-    "general, amaxes of rows": general("row_scaled", "fprop.x", "row_amaxes"),
-    "scale": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, "fp32", 4096),
-    "decode": Build("result", "decoded", "bf16", DECODED, "fp32", 4096),
+    "general, quartet2 g": operand("quartet2", "dgrad.g", "wgrad.g"),
+    "general, amaxes of rows": Build(
+        "general_triton",
+        "row_amaxes",
+        warps=4,
+        constants={"FORM": operand("row_scaled", "fprop.x").constants["FIRST"]},
+    ),
+    "general, amax of rotated": copies(None, (PRESETS["quartet2"]().products.wgrad.x, 128), kernel="amaxes"),
+    "scale": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, "fp32"),
+    "decode": Build("result", "decoded", "bf16", DECODED, "fp32"),
 }
 """Every kernel with all that it can do, and the simpler launches of usual recipes."""
 
 
 def module_of(name: str) -> Any:
     """Return the file of device code."""
-    from ablate.numerics.kernels import general_triton, nvfp4, order_statistic, result
+    from ablate.numerics.kernels import general_triton, order_statistic, result
 
-    modules = (general_triton, nvfp4, order_statistic, result)
+    modules = (general_triton, order_statistic, result)
     return {module.__name__.rpartition(".")[2]: module for module in modules}[name]
 
 
 def type_of(name: str, build: Build) -> str:
     """Return a kernel argument's type, as a launch finds it."""
-    kind = name.rpartition("_")[2]
+    kind = name.removeprefix("other_").rpartition("_")[2]
     if build.module == "result" and kind in ("y", "out", "first", "second"):
         return "*" + (build.out if kind == "out" else "fp32")
     pointers = {"x": build.dtype, "scales": "fp32", "amax": "fp32", "out": "i32"}
@@ -127,16 +157,15 @@ def compiled(build: Build, capability: int, options: Mapping[str, Any] = cuda.EX
 
     function = getattr(module_of(build.module), build.kernel)
     constants = dict(build.constants)
-    if "COLUMNS" in function.arg_names:
-        constants["COLUMNS"] = cuda.COLUMNS
     signature = {
         name: "constexpr" if name in constants else type_of(name, build) for name in function.arg_names
     }
+    sizes = ("rows", "columns", "count", "length", "width")
     aligned = [
         number
-        for number, (parameter, kind) in enumerate(zip(function.params, signature.values(), strict=True))
+        for number, parameter in enumerate(function.params)
         if not parameter.do_not_specialize
-        and (kind[0] == "*" or parameter.name in ("rows", "columns", "count", *("lines", "length", "width")))
+        and (signature[parameter.name][0] == "*" or parameter.name.removeprefix("other_") in sizes)
     ]
     source = ASTSource(function, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
     return compile(

@@ -268,18 +268,21 @@ class EmulatedLinear(Replacement):
         both if it can. A list is empty if its gradient is not needed (`dx`, `dw`)."""
         rows, columns = products.dgrad, products.wgrad
         apart = (
-            rows.hadamard
-            or (rows.g and rows.g.transform)
+            (rows.g and rows.g.transform)
             or (columns.g and columns.g.transform)
             or self.context.probe
             or self.divided
         )
         if dx and dw and rows.g and columns.g and not apart:
-            sites = self._sites["dgrad.g"], self._sites["wgrad.g"]
-            past = self.histories["dgrad.g"], self.histories["wgrad.g"]
-            turn, turned, clock = self._turns["wgrad.g"], columns.hadamard, self.clock
+            slots = "dgrad.g", "wgrad.g"
             both = quantize_both(
-                dy, rows.g, columns.g, rotation=turned, clock=clock, where=sites, product=turn, histories=past
+                dy,
+                (rows.g, columns.g),
+                rotations=(rows.hadamard, columns.hadamard),
+                clock=self.clock,
+                where=(self._sites[slots[0]], self._sites[slots[1]]),
+                products=(self._turns[slots[0]], self._turns[slots[1]]),
+                histories=(self.histories[slots[0]], self.histories[slots[1]]),
             )
             if both:
                 self._count("dgrad.g", both[:1])

@@ -1,15 +1,15 @@
-"""Choice of the kernel that quantises a CUDA tensor: NVIDIA's own form has one, and the others share one.
+"""Choice between the kernels that quantise a CUDA tensor and the reference.
 
 `quantize` and `quantize_both` return None for what no kernel makes, which torch's operations then do. A form
-of the general kernel is compiled when it is first needed, and its bits are compared with the reference's
-before they are used: on a small matrix, once in a process.
+is compiled when it is first needed, and its bits are compared with the reference's before they are used: on a
+small matrix, once in a process.
 """
 
 import math
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ablate.numerics.kernels import cuda, forms, general, general_cuda
 from ablate.numerics.kernels.launch_errors import reason
 from ablate.numerics.philox import GROUP, Clock
 from ablate.numerics.scaling import outer_statistic
-from ablate.numerics.spec import Hadamard, Outer, Quant, statistic_of
+from ablate.numerics.spec import Hadamard, Outer, Quant, statistic_of, tag
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,13 @@ class Result(Protocol):
     def largest(self) -> Tensor | None: ...
 
 
+Value = TypeVar("Value")
+Pair = tuple[Value, Value]
+"""What belongs to the copy of a tensor and to that of its transpose."""
+Turned = tuple[Quant, int]
+"""Form, and the size of the rotation inside the kernel; 0: none."""
 Reference = Callable[..., Any]
-"""`quantize.quantize`, by which a form of the general kernel is checked."""
+"""`quantize.quantize`, by which each form is checked."""
 
 
 def quantize(
@@ -67,49 +72,86 @@ def quantize(
     whole = math.lcm(columns, GROUP, rotation.size if rotation else 1)
     if keep and (not general.can_keep(quant) or x.shape[0] % rows or x.shape[1] % whole):
         return None
-    turn = None if keep else rotation
-    fused = turn is not None and forms.nvidia(quant) and cuda.can_rotate(x, quant, turn)
-    size = 0
-    if turn is not None and not fused and forms.general(quant) and turn.size in general_cuda.SIZES:
-        size = turn.size
-    elif not fused and rotation is not None:
-        x = rotate(x, rotation, clock, product)
-    by_nvidia = forms.nvidia(quant) and not size
-    if not by_nvidia and not trusted(x, quant, size, reference):
+    fused = not keep and rotates(x, quant, rotation, not x.is_contiguous())
+    if quant.rounding == "ms_eden" and not fused:
         return None
-    statistic = device_statistic(x, quant.outer, history, clock, reduced)
-    flips = signs(rotation, CPU, clock, product) if rotation is not None and (fused or size) else None
-    if by_nvidia:
-        word = None if flips is None else cuda.sign_word(flips)
-        made = cuda.quantize(x, cuda.Form(quant, word, where, statistic), clock)
-    else:
-        words = general_cuda.sign_words(flips)
-        made = general_cuda.quantize(x, quant, size, words, clock, where, statistic)
-    return made, x if keep else None
+    if rotation is not None and not fused:
+        x = rotate(x, rotation, clock, product)
+    form = _form(x, quant, rotation if fused else None, clock, where, product, history, reduced)
+    made = (
+        _made(x, form, None, clock, reference)
+        if x.is_contiguous()
+        else _made(x.t(), None, form, clock, reference)
+    )
+    return made and (made[0], x if keep else None)
 
 
 def quantize_both(
     x: Tensor,
-    first: Quant,
-    second: Quant,
-    rotation: Hadamard | None,
+    quants: Pair[Quant],
+    rotations: Pair[Hadamard | None],
     clock: Clock,
-    where: tuple[int, int],
-    product: int,
-    histories: tuple[History | None, History | None],
-) -> tuple[cuda.Quantized, cuda.Quantized] | None:
-    """Return x quantised, and the rotated x.t(), in one read; None if no kernel makes both at once.
+    where: Pair[int],
+    products: Pair[int],
+    histories: Pair[History | None],
+    reference: Reference,
+) -> list[cuda.Quantized] | None:
+    """Return x quantised, and x.t(), by one launch; None if no kernel makes both at once.
 
     The arguments are those of `quantize.quantize_both`.
     """
-    if not cuda.can_quantize_both(x, first, second, rotation):
+    both = [*zip((x, x.t()), quants, rotations, (False, True), strict=True)]
+    if (
+        not x.is_contiguous()
+        or not all(forms.on_gpu(quant) for quant in quants)
+        or not all(rotation is None or rotates(x, quant, rotation, down) for _, quant, rotation, down in both)
+        or not cuda.can_take(x)
+    ):
         return None
-    word = None if rotation is None else cuda.sign_word(signs(rotation, CPU, clock, product))
     one, other = (
-        cuda.Form(quant, flips, site, device_statistic(x, quant.outer, history, clock, None))
-        for quant, flips, site, history in zip((first, second), (None, word), where, histories, strict=True)
+        _form(copy, quant, rotation, clock, site, product, history, None)
+        for (copy, quant, rotation, _), site, product, history in zip(
+            both, where, products, histories, strict=True
+        )
     )
-    return cuda.quantize_both(x, one, other, clock)
+    return _made(x, one, other, clock, reference)
+
+
+def _form(
+    x: Tensor,
+    quant: Quant,
+    turn: Hadamard | None,
+    clock: Clock | None,
+    where: int,
+    product: int,
+    history: History | None,
+    reduced: Tensor | None,
+) -> general_cuda.Form:
+    """Return the form of a copy of x that the kernels rotate by `turn`."""
+    words = general_cuda.sign_words(turn and signs(turn, CPU, clock, product))
+    statistic = device_statistic(x, quant.outer, history, clock, reduced)
+    return general_cuda.Form(quant, turn.size if turn else 0, words, where, statistic)
+
+
+def _made(
+    memory: Tensor,
+    first: general_cuda.Form | None,
+    other: general_cuda.Form | None,
+    clock: Clock | None,
+    reference: Reference,
+) -> list[cuda.Quantized] | None:
+    """Return the copies, which `general_cuda.quantize` makes; None if their bits are not the reference's."""
+    plain = [form and (_plain(form.quant), form.size) for form in (first, other)]
+    agreed = agrees(memory.device, memory.dtype, *plain, reference)
+    return general_cuda.quantize(memory, first, other, clock) if agreed else None
+
+
+def rotates(x: Tensor, quant: Quant, rotation: Hadamard | None, down: bool) -> bool:
+    """Return True if the kernels rotate x while they quantise it. For a percentile, they rotate groups of
+    sixteen of bf16, down the columns of memory."""
+    if rotation is None or quant.outer is None or tag(quant.outer.statistic) != "percentile":
+        return rotation is not None and rotation.size in general_cuda.SIZES
+    return rotation.size == 16 and x.dtype == torch.bfloat16 and down
 
 
 def device_statistic(
@@ -124,30 +166,24 @@ def device_statistic(
     return lambda largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
-def trusted(x: Tensor, quant: Quant, size: int, reference: Reference) -> bool:
-    """Return True if the general kernel's bits for a form were the reference's in this process.
-
-    Args:
-        x: what is to be quantised, for its device, dtype and layout.
-        quant: its form.
-        size: size of the rotation inside the kernel; 0: none.
-        reference: `quantize.quantize`.
-    """
+def _plain(quant: Quant) -> Quant:
+    """Return a form without what the kernels do not look at, or take from outside."""
     plain = quant.model_copy(update={"transform": None, "estimator": None, "source": "original"})
-    if plain.outer is not None:
-        outer = plain.outer.model_copy(update={"statistic": "amax"})
-        plain = plain.model_copy(update={"outer": outer})
-    return agrees(x.device, x.dtype, x.is_contiguous(), plain, size, reference)
+    if plain.outer is None or not statistic_of(plain.outer.statistic).earlier:
+        return plain
+    return plain.model_copy(update={"outer": plain.outer.model_copy(update={"statistic": "amax"})})
 
 
 @cache
 def agrees(
-    device: torch.device, dtype: torch.dtype, by_rows: bool, quant: Quant, size: int, reference: Reference
+    device: torch.device, dtype: torch.dtype, first: Turned | None, other: Turned | None, reference: Reference
 ) -> bool:
-    why = different(device, dtype, by_rows, quant, size, reference)
+    """Return True if the bits of both copies, or of one, were the reference's in this process."""
+    why = different(device, dtype, (first, other), reference)
     if why:
+        quants = [copy[0].model_dump(exclude_defaults=True) for copy in (first, other) if copy]
         print(
-            f"ablate: no compiled quantiser on {device} for {quant.model_dump(exclude_defaults=True)},"
+            f"ablate: no compiled quantiser on {device} for {' and '.join(map(str, quants))},"
             f" which runs on the slow reference: {why}",
             file=sys.stderr,
         )
@@ -155,22 +191,30 @@ def agrees(
 
 
 def different(
-    device: torch.device, dtype: torch.dtype, by_rows: bool, quant: Quant, size: int, reference: Reference
+    device: torch.device, dtype: torch.dtype, copies: Pair[Turned | None], reference: Reference
 ) -> str:
-    """Return why the general kernel cannot be used for a form; empty if its bits are the reference's."""
-    x = cuda.trial_matrix().to(dtype)
-    x = x if by_rows else x.t()
-    clock, where = cuda.TRIAL_CLOCK, cuda.TRIAL_WHERE
-    rotation = Hadamard(size=size, signs="per_call") if size else None  # type: ignore[arg-type]
-    words = general_cuda.sign_words(signs(rotation, CPU, clock) if rotation else None)
+    """Return why the kernels cannot be used for these copies; empty if their bits are the reference's."""
+    x, clock, where = cuda.trial_matrix().to(dtype), cuda.TRIAL_CLOCK, cuda.TRIAL_WHERE
+    rotations = [
+        Hadamard(size=copy[1], signs="per_call") if copy and copy[1] else None  # type: ignore[arg-type]
+        for copy in copies
+    ]
     try:
-        given = x.t().to(device).t() if x.t().is_contiguous() else x.to(device)
-        mine = general_cuda.quantize(given, quant, size, words, clock, where, None)
-        found = cuda.digest(*_parts(mine))
+        asked = [
+            copy and _form(x, copy[0], rotation, clock, where, 0, None, None)
+            for copy, rotation in zip(copies, rotations, strict=True)
+        ]
+        made = general_cuda.quantize(x.to(device), *asked, clock)
+        found = [cuda.digest(*_parts(one)) for one in made]
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
-    theirs = reference(x, quant, rotation=rotation, clock=clock, where=where, keep=True)  # by no kernel
-    return "" if found == cuda.digest(*_parts(theirs)) else "its bits differ from the reference's"
+    theirs = [
+        reference(z, copy[0], rotation=rotation, clock=clock, where=where, keep=True)  # by no kernel
+        for z, copy, rotation in zip((x, x.t()), copies, rotations, strict=True)
+        if copy
+    ]
+    same = found == [cuda.digest(*_parts(one)) for one in theirs]
+    return "" if same else "its bits differ from the reference's"
 
 
 def _parts(made: Result) -> list[Tensor]:

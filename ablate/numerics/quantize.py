@@ -222,22 +222,20 @@ def quantize(
 
 def quantize_both(
     x: Tensor,
-    first: Quant,
-    second: Quant,
+    quants: tuple[Quant, Quant],
     *,
-    rotation: Hadamard | None,
+    rotations: tuple[Hadamard | None, Hadamard | None],
     clock: Clock,
     where: tuple[int, int],
-    product: int,
+    products: tuple[int, int],
     histories: tuple[History | None, History | None],
 ) -> tuple[Operand, Operand] | None:
-    """Quantise `x` and the rotated `x.t()` in one read, to the bits of `quantize`; None if no kernel can.
+    """Quantise `x` and `x.t()` in one read, to the bits of `quantize`; None if no kernel can.
 
-    `x` is [rows, columns], bf16 or fp32, on a GPU. `rotation` runs along its rows, and `product` is the draw
-    site of its signs; `where` and `histories` have the draw sites and the earlier amaxes of both operands.
+    `x` is [rows, columns], bf16 or fp32, on a GPU. The other arguments are those of `quantize` for each.
     """
-    made = on_gpu.quantize_both(x, first, second, rotation, clock, where, product, histories)
-    return made and (_device_operand(made[0], first), _device_operand(made[1], second))
+    made = on_gpu.quantize_both(x, quants, rotations, clock, where, products, histories, quantize)
+    return made and (_device_operand(made[0], quants[0]), _device_operand(made[1], quants[1]))
 
 
 def _device_operand(made: cuda.Quantized, quant: Quant, source: Tensor | None = None) -> Operand:

@@ -5,7 +5,6 @@ Triton decides while it is imported whether it interprets, so this file cannot s
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 from unittest import mock
@@ -13,77 +12,109 @@ from unittest import mock
 import pytest
 import torch
 from support.cases import sampled
-from support.quantisers import Coverage, case, difference, reference_only
+from support.quantisers import Case, Coverage, case, difference
 from support.triton_cases import INTERPRETED, patch_language_once
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.numerics import census
+from ablate.numerics import census, on_gpu
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.encoded import packed_by_kernel
 from ablate.numerics.hadamard import butterflies, rotate, signs
 from ablate.numerics.history import History
-from ablate.numerics.kernels import builds, cpu, cuda, general, general_cuda
-from ablate.numerics.kernels.cuda import problem
+from ablate.numerics.kernels import builds, cpu, cuda, forms, general, general_cuda
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize, quantize_both
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, tag
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Transform, tag
 from ablate.recipes import PRESETS
+from ablate.recipes.te_mapping import variants
 
 CPU = torch.device("cpu")
 DEVICE = CPU if INTERPRETED else torch.device("cuda")
 patch_language_once()
 CLOCK = Clock(2**32 - 5, step=3, micro_batch=1)
-WHERE = 0xDEADBEEF
-
-NEAREST, STOCHASTIC = Quant(), Quant(rounding="stochastic")
-FORMS = {
-    "1x16 nearest": NEAREST,
-    "16x16 nearest": Quant(block="16x16"),
-    "1x16 stochastic": STOCHASTIC,
-    "headroom, bound 256": Quant(
-        rounding="stochastic", range=Range(headroom=17 / 16), outer=Outer(bound=256.0)
-    ),
-}
-REGIMES = {"ordinary": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-40, "one ulp of bf16 apart": 0.0}
-CASES = [((9, 21), regime) for regime in REGIMES] + [((18, 37), "ordinary"), ((5, 278), "ordinary")]
-"""Ragged both ways; more than one slab of rows, more than one program along the columns. A GPU has time for more."""
-if not INTERPRETED:
-    CASES += [(shape, regime) for shape in ((4096, 1000), (333, 2048)) for regime in REGIMES]
-
-
-def cases(form: str, other: bool) -> list[tuple[tuple[int, int], str]]:
-    """Those of CASES for one form and one of two ways to look at it: the interpreter takes every second: each way has all."""
-    return CASES[(list(FORMS).index(form) + other) % 2 :: 2] if INTERPRETED else CASES
-
-
-def some(product: Iterable[tuple], size: int, seed: int) -> list[tuple]:
-    """Return all of a product on a GPU, and a sample of it in the interpreter without `--all`."""
-    return sampled(product, size, seed) if INTERPRETED else list(product)
-
-
+WHERE, PRODUCT = 0xDEADBEEF, 6
+DIFFERENT = on_gpu.different
 # The interpreter is numpy, which warns of divisions by zero and of infinities; the kernels mean them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.fixture(autouse=True)
+def kernels_on_this_device(monkeypatch):
+    """Let the kernels for GPUs make every tensor, also in the interpreter, but for the reference's."""
+    monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
+    monkeypatch.setattr(general, "can_quantize", lambda *_: False)
+    if INTERPRETED:  # `reference_only` takes away the builds, and with them these kernels
+        monkeypatch.setattr(cuda, "runs_on", lambda device: builds.build() is not None)
+        monkeypatch.setattr(census, "compiled", census.reference)  # which takes CPU tensors
+        monkeypatch.setattr(on_gpu, "different", lambda *copies: "")  # or each form would run twice
+
+
+REGIMES = {
+    "ordinary": 1.0,
+    "tiny": 1e-30,
+    "huge": 1e30,
+    "subnormal": 1e-40,
+    "one ulp of bf16 apart": 0.0,
+    "mixed": 1.0,
+}
+SHAPES = ((9, 21), (18, 37), (5, 278)) if INTERPRETED else ((18, 37), (4096, 1000), (333, 2048))
+"""Ragged both ways; more than one slab of rows, more than one program along the columns. A GPU has time for more."""
+
+
 def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Zeros, whole zero blocks, ties and a wide range within one tensor."""
+    """Zeros of both signs, whole zero blocks, ties, and rows of different sizes; of very different ones if mixed."""
     g = torch.Generator().manual_seed(0)
     if regime == "one ulp of bf16 apart":
         x = 1 + torch.randint(0, 128, shape, generator=g) / 128
     else:
         x = torch.randn(shape, generator=g) * REGIMES[regime]
     x[torch.rand(shape, generator=g) < 0.2] = 0.0
-    x[::3] *= 1e-3
+    x[1::3] = (x[1::3] * 4).round() / 4
+    x[::5] *= 1e-3
     x[-1] *= -1
+    if regime == "mixed":
+        x[2] *= 1e-39
+        x[3] *= 1e25
     x[: min(4, len(x) - 1), :16] = 0.0
     return x.to(dtype)
 
 
-def reference(x: Tensor, quant: Quant, **how) -> Operand:
-    with mock.patch.object(cpu, "can_quantize", return_value=False):
-        return quantize(x, quant, clock=CLOCK, **how)
+def preset_forms() -> dict[str, tuple[Quant, Hadamard | None, bool]]:
+    """Each form that a preset has in a slot, with its rotation; True if its blocks run down the memory of x."""
+    found: dict[tuple, str] = {}
+    for name, make in PRESETS.items():
+        for products in variants(make()):
+            for slot, quant in products.quantised():
+                rotation = getattr(products, slot.partition(".")[0]).hadamard
+                plain = quant.cast.model_copy(
+                    update={"transform": None, "estimator": None, "source": "original"}
+                )
+                down = slot in ("wgrad.g", "wgrad.x", "dgrad.w")
+                key = plain, rotation and rotation.model_copy(update={"signs": "per_call"}), down
+                found.setdefault(key, f"{name} {slot}")
+    return {name: key for key, name in found.items()}
+
+
+FORMS = preset_forms()
+NEAREST, STOCHASTIC = Quant(), Quant(rounding="stochastic")
+SLABS = {
+    "1x16 nearest": (NEAREST, None),
+    "16x16 nearest": (Quant(block="16x16"), None),
+    "1x16 stochastic": (STOCHASTIC, None),
+    "headroom, bound 256": (
+        Quant(rounding="stochastic", range=Range(headroom=17 / 16), outer=Outer(bound=256.0)), None
+    ),
+    "rotated": (STOCHASTIC, Hadamard(signs="per_call")),
+    "rotated, fixed signs": (NEAREST, Hadamard()),
+}  # fmt: skip
+"""Forms of NVIDIA's recipe, most of which programs take by slabs."""
+
+
+def some(product, size: int, seed: int) -> list[tuple]:
+    """Return all of a product on a GPU, and a sample of it in the interpreter without `--all`."""
+    return sampled(product, size, seed) if INTERPRETED else list(product)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -97,90 +128,170 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def cast(
-    x: Tensor, quant: Quant, flips: Tensor | None = None, clock: Clock | None = CLOCK, where: int = WHERE
-) -> cuda.Quantized:
-    return cuda.quantize(x, form(quant, flips, where), clock)
+    x: Tensor,
+    quant: Quant,
+    rotation: Hadamard | None = None,
+    clock: Clock = CLOCK,
+    where: int = WHERE,
+    product: int = PRODUCT,
+) -> Operand:
+    """The kernels' operand: nothing else may have made it."""
+    with mock.patch.object(general_cuda, "quantize", wraps=general_cuda.quantize) as launched:
+        made = quantize(x, quant, rotation=rotation, clock=clock, where=where, product=product)
+    assert launched.called
+    return made
 
 
-def form(quant: Quant, flips: Tensor | None = None, where: int = 0) -> cuda.Form:
-    return cuda.Form(quant, None if flips is None else cuda.sign_word(flips), where)
+def both(
+    x: Tensor, quants: tuple, rotations: tuple = (None, None), histories: tuple = (None, None), clock=CLOCK
+):
+    return quantize_both(
+        x, quants, rotations=rotations, clock=clock, where=(7, WHERE), products=(5, PRODUCT), histories=histories
+    )  # fmt: skip
 
 
-def assert_equal(mine: cuda.Quantized, theirs: Operand) -> None:
+def reference(x: Tensor, quant: Quant, rotation: Hadamard | None = None, **how) -> Operand:
+    how = {"clock": CLOCK, "where": WHERE, "product": PRODUCT} | how
+    return quantize(x, quant, rotation=rotation, keep=True, **how)
+
+
+def assert_equal(mine: Operand, theirs: Operand) -> None:
     for name in ("values", "amax", "block_scale", "largest"):
-        value = getattr(mine, name)
-        assert value.device.type == DEVICE.type
-        assert same(value.cpu(), getattr(theirs, name)), name
+        one, other = getattr(mine, name), getattr(theirs, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            assert one.device.type == DEVICE.type
+            assert same(one.cpu(), other.cpu()), name
+
+
+def assert_references(x: Tensor, quant: Quant, rotation: Hadamard | None, down: bool) -> None:
+    given = x.to(DEVICE)
+    x, given = (x.t(), given.t()) if down else (x, given)
+    assert_equal(cast(given, quant, rotation), reference(x, quant, rotation))
+
+
+def test_the_kernels_make_every_form_of_every_preset():
+    """So no preset's operand is quantised by torch's operations: the list of those that are is empty."""
+    assert [name for name, (quant, _, _) in FORMS.items() if not forms.on_gpu(quant)] == []
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_preset_has_the_references_bits(name):
+    """In the layout and with the rotation of the preset; ragged, and more than one program both ways."""
+    for dtype in (torch.bfloat16,) if INTERPRETED else (torch.bfloat16, torch.float32):
+        assert_references(drawn((37, 150) if INTERPRETED else (4099, 2000), "mixed", dtype), *FORMS[name])
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "transposed"),
-    some(itertools.product(FORMS, [torch.bfloat16, torch.float32], [False, True]), 8, seed=0),
+    ("name", "shape", "regime", "dtype", "down"),
+    some(
+        itertools.product(SLABS, SHAPES, REGIMES, (torch.bfloat16, torch.float32), (False, True)), 16, seed=0
+    ),
     ids=str,
 )
-def test_every_bit_is_the_references(name, dtype, transposed):
-    for shape, regime in cases(name, transposed ^ (dtype == torch.float32)):
-        x = drawn(shape, regime, dtype)
-        x, given = (z.t() if transposed else z for z in (x, x.to(DEVICE)))
-        assert_equal(cast(given, FORMS[name]), reference(x, FORMS[name], where=WHERE))
+def test_every_bit_is_the_references_at_every_magnitude(name, shape, regime, dtype, down):
+    assert_references(drawn(shape, regime, dtype), *SLABS[name], down)
 
 
-@pytest.mark.parametrize("rule", ["fixed", "per_call"])
-@pytest.mark.parametrize("name", ["1x16 nearest", "headroom, bound 256"])
-def test_a_rotated_transpose_is_the_references_too(name, rule):
-    rotation = Hadamard(signs=rule)
-    flips = signs(rotation, CPU, CLOCK, 6)
-    for shape, regime in cases(name, rule == "fixed"):
-        x = drawn(shape, regime)
-        theirs = reference(x.t(), FORMS[name], rotation=rotation, where=5, product=6)
-        assert_equal(cast(x.to(DEVICE).t(), FORMS[name], flips, where=5), theirs)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    some(itertools.product(FORMS, [float("nan"), -float("inf"), 3.3e38]), 12, seed=3),
+)
+def test_what_is_not_finite_is_the_references_too(name, value):
+    x = drawn((9, 40), "mixed")
+    x[4, 20:22] = value
+    assert_references(x, *FORMS[name])
 
 
-WANTED = {*STATISTICS} | {"part", "kept", "rotated before", "rotated inside", "16x16"}
-"""Kinds of cases that the random ones must contain."""
+UNUSUAL = [(float("nan"),), (float("inf"),), (-float("inf"), float("inf")), (3.0e38,) * 16]
+
+
+@pytest.mark.parametrize("values", UNUSUAL, ids=str)
+def test_a_slab_that_is_not_finite_is_the_references_too(values):
+    """With 16 values near the largest, a rotation makes the infinity itself."""
+    x = drawn((16, 21), "ordinary")
+    x[: len(values), 3] = torch.tensor(values)
+    assert_references(x, *SLABS["16x16 nearest"], down=False)
+    rows, columns = both(x.to(DEVICE), (STOCHASTIC, NEAREST), (None, Hadamard()))
+    theirs = reference(x.t(), NEAREST, Hadamard())
+    assert_equal(rows, reference(x, STOCHASTIC, where=7))
+    assert_equal(columns, theirs)
+    assert not theirs.largest.isfinite()
+
+
+def words_of(one: Case) -> set[str]:
+    """The features of a case that the random ones must contain."""
+    quant, rotation = one.quant, one.rotation
+    outer, scale, block = quant.outer, quant.scale, quant.range
+    has = {
+        "part": one.part is not None,
+        f"tensor's {outer and outer.granularity == 'tensor' and tag(outer.statistic)}": True,
+        "selection": quant.select is not None,
+        "grids": quant.select is not None and quant.select.among == "grids",
+        "absmax": quant.select is not None and quant.select.criterion == "absmax",
+        "ms_eden": quant.rounding == "ms_eden",
+        "micro-exponents": scale is not None and scale.micro_exponents is not None,
+        "halved": scale is not None and scale.halve_below is not None,
+        "scale to zero": scale is not None and scale.zero != "zero",
+        "rotated inside": rotation is not None and rotation.size in general_cuda.SIZES,
+        "rotated before": rotation is not None and rotation.size not in general_cuda.SIZES,
+        "headroom": block.headroom != 1,
+        "prescale": block.prescale != 1,
+        "no scales": scale is None,
+        "stochastic scales": scale is not None and scale.rounding == "stochastic",
+        f"statistic {tag(block.statistic)}": True,
+        f"outer {outer and tag(outer.granularity)}": True,
+        f"element {quant.element} {quant.rounding}": True,
+        f"bits {quant.bits}": quant.rounding == "stochastic",
+        f"block {quant.block}": True,
+        f"scale {scale and scale.format}": True,
+        f"scale rounding {scale and scale.rounding}": True,
+    }
+    return {word for word, there in has.items() if there}
+
+
+WANTED = {
+    "selection",
+    "grids",
+    "absmax",
+    "ms_eden",
+    "micro-exponents",
+    "halved",
+    "scale to zero",
+    "headroom",
+} | {
+    *("rotated inside", "rotated before", "prescale", "no scales", "stochastic scales"),
+    *("statistic amax", "statistic rms", "statistic std"),
+    *("part", *(f"tensor's {statistic}" for statistic in STATISTICS)),
+    *("outer None", "outer tensor", "outer row", "outer block"),
+    *(f"bits {bits}" for bits in (8, 16, 24)),
+    *(f"block {block}" for block in (None, "1x16", "1x32", "1x64", "1x128", "16x16", "32x32")),
+    *(f"scale {name}" for name in ("e4m3", "ue5m3", "e8m0", "e6m2", "bf16", "fp32")),
+    *(f"scale rounding {name}" for name in ("nearest", "away", "floor", "ceil")),
+    *(f"element {name} stochastic" for name in ("e2m1", "e1m2", "int4", "e3m0", "e4m3", "e5m2")),
+}
 
 
 @pytest.mark.parametrize("part", range(1 if INTERPRETED else 13))
-def test_random_cases_over_every_field_are_the_references_too(part, monkeypatch):
+def test_random_cases_over_every_field_are_the_references_too(part):
     """Whatever the kernels accept of the random cases that the CPU's kernels are tested on: every outer
     statistic, over several steps, of parts, with telemetry, and the histories that they leave."""
-    monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
-    monkeypatch.setattr(general, "can_quantize", lambda *_: False)
-    if INTERPRETED:  # `reference_only` takes away the builds, and with them these kernels
-        monkeypatch.setattr(cuda, "runs_on", lambda device: builds.build() is not None)
-        monkeypatch.setattr(census, "compiled", census.reference)  # which takes CPU tensors
-    count, number, seen = 10 if INTERPRETED else 154, part * 10**6, set()
+    count, number, seen = 12 if INTERPRETED else 154, part * 10**6, set()
     while count > 0 or not seen >= WANTED:
         number += 1
-        one = case(23, number)
-        one = replace(one, x=one.x.to(DEVICE))  # the kernels' device; on a CPU they cover nothing
-        if one.x.numel() > (600 if INTERPRETED else 10**6) or not cuda.can_quantize(one.x, one.quant):
+        one = case(29, number)
+        if one.x.numel() > (1500 if INTERPRETED else 10**6) or not forms.on_gpu(one.quant):
             continue
-        if one.part and one.quant.draws:  # its bits are drawn for the whole, by the reference
+        words = words_of(one)
+        if (count <= 0 and not (words & WANTED) - seen) or (one.part and one.quant.draws):
             continue
-        inside = one.rotation is not None and cuda.can_rotate(one.x, one.quant, one.rotation)
-        has = {
-            tag(one.quant.outer.statistic): True,
-            "part": one.part is not None,
-            "16x16": one.quant.block == "16x16",
-            "kept": not any(size % 16 for size in one.x.shape),
-            "rotated inside": inside,
-            "rotated before": one.rotation is not None and not inside,
-        }
-        words = {word for word, there in has.items() if there}
-        if count <= 0 and words <= seen:
+        one = replace(one, x=one.x.to(DEVICE))
+        if not cuda.can_take(one.x):
             continue
-        count -= 1
-        with (
-            mock.patch.object(cuda, "quantize", wraps=cuda.quantize) as own,
-            mock.patch.object(general_cuda, "quantize", wraps=general_cuda.quantize) as others,
-        ):
+        with mock.patch.object(general_cuda, "quantize", wraps=general_cuda.quantize) as launched:
             assert difference(one, Coverage()) is None, one
-        launched = (
-            own.called or others.called
-        )  # the general kernel rotates where NVIDIA's form is not rotated
-        assert launched or one.part, one  # half of the columns lies in memory as no kernel takes it
-        seen |= words if launched else set()
+        count -= 1
+        seen |= words if launched.called else set()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -194,7 +305,10 @@ def test_an_order_statistic_is_that_of_sorted_magnitudes(rotated, dtype):
         return
     flips = signs(Hadamard(), CPU)
     few = [((9, 21), "subnormal"), ((5, 278), "ordinary")]
-    for shape, regime in (*(few if INTERPRETED else CASES), ((18, 37), "not finite")):
+    for shape, regime in (
+        *(few if INTERPRETED else itertools.product(SHAPES, REGIMES)),
+        ((18, 37), "not finite"),
+    ):
         x = drawn(shape, "ordinary" if regime == "not finite" else regime, dtype)
         if regime == "not finite":
             x[2, 3], x[3, 4], x[4, 5] = float("nan"), float("-inf"), -float("nan")
@@ -203,36 +317,32 @@ def test_an_order_statistic_is_that_of_sorted_magnitudes(rotated, dtype):
         ranks = {1, len(magnitudes) // 2, len(magnitudes) - 2}
         for rank in ranks if regime == "not finite" or not INTERPRETED else {len(magnitudes) // 2}:
             value, largest = cuda.order_statistic(
-                x.to(DEVICE), cuda.sign_word(flips) if rotated else None, rank
+                x.to(DEVICE), general_cuda.sign_words(flips)[0] if rotated else None, rank
             )
             assert same(value.cpu(), magnitudes[rank - 1]), (shape, regime, rank)
             assert same(largest.cpu(), magnitudes[-1])
 
 
 @pytest.mark.parametrize("statistic", ["percentile:0.9", "delayed:2", "static:0.5"])
-def test_both_copies_take_their_own_statistic(statistic, monkeypatch):
+def test_both_copies_take_their_own_statistic(statistic):
     """Two steps: the second copy's history is its own, and the largest magnitude stays beside the statistic."""
-    first, second = NEAREST, Quant(rounding="stochastic", outer=Outer(statistic=statistic))
-    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
+    quants, rotations = (
+        (NEAREST, Quant(rounding="stochastic", outer=Outer(statistic=statistic))),
+        (None, Hadamard()),
+    )
     mine, theirs = History(), History()
     for step, factor in ((0, 1.0), (1, 8.0)):
         x, clock = drawn((18, 48), "ordinary") * factor, replace(CLOCK, step=step)
-        both = quantize_both(
-            x.to(DEVICE), first, second, rotation=Hadamard(), clock=clock, where=(7, WHERE), product=6,
-            histories=(None, mine),
-        )  # fmt: skip
-        with reference_only(), mock.patch.object(cuda, "runs_on", return_value=False):
-            expected = (
-                quantize(x, first, clock=clock, where=7),
-                quantize(
-                    x.t(), second, rotation=Hadamard(), clock=clock, where=WHERE, product=6, history=theirs
-                ),
-            )
-        for one, other in zip(both, expected, strict=True):
+        made = both(x.to(DEVICE), quants, rotations, (None, mine), clock)
+        expected = (
+            reference(x, NEAREST, clock=clock, where=7),
+            reference(x.t(), quants[1], Hadamard(), clock=clock, history=theirs),
+        )
+        for one, other in zip(made, expected, strict=True):
             assert_equal(one, other)
     assert {step: float(amax) for step, amax in mine.amax.items()} == theirs.amax
     assert bool(mine.amax) == statistic.startswith("delayed")
-    assert both[1].amax != both[1].largest
+    assert made[1].amax != made[1].largest
 
 
 def test_a_rotation_adds_in_the_references_order():
@@ -247,70 +357,37 @@ def test_a_rotation_adds_in_the_references_order():
     told = x[largest != opposite].bfloat16()
     assert len(told) > 10
     for column in told[:10]:
-        amax = cuda.amax_both(column[:, None].to(DEVICE), 0)
-        assert amax[1].item() == butterflies(column[None].float()).bfloat16().abs().max()
+        amaxes = general_cuda.amaxes(column[:, None].to(DEVICE), None, general_cuda.Form(NEAREST, 16))
+        assert amaxes[2].item() == butterflies(column[None].float()).bfloat16().abs().max()
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "rotation"),
-    [
-        (NEAREST, NEAREST, Hadamard()),
-        (STOCHASTIC, STOCHASTIC, Hadamard(signs="per_call")),
-        (FORMS["headroom, bound 256"], NEAREST, None),
-    ],
-)
-def test_both_copies_are_what_one_at_a_time_gives(first, second, rotation):
-    flips = rotation and signs(rotation, CPU, CLOCK, 6)
-    for shape, regime in CASES[::2]:
-        x = drawn(shape, regime, torch.bfloat16 if rotation else torch.float32)
-        rows, columns = cuda.quantize_both(
-            x.to(DEVICE), form(first, None, 7), form(second, flips, WHERE), CLOCK
-        )
-        assert_equal(rows, reference(x, first, where=7))
-        assert_equal(columns, reference(x.t(), second, rotation=rotation, where=WHERE, product=6))
+PAIRS = {
+    "NVFP4": (STOCHASTIC, STOCHASTIC, None, Hadamard(signs="per_call")),
+    "not rotated": (SLABS["headroom, bound 256"][0], NEAREST, None, None),
+    **{
+        name: (products.dgrad.g, products.wgrad.g, products.dgrad.hadamard, products.wgrad.hadamard)
+        for name in ("quartet2", "mxfp4_backward", "tetrajet2", "fp8_current", "nvfp4_per_token", "ufp4")
+        for products in [PRESETS[name]().products]
+    },
+}
+"""Forms of both copies of a tensor, and their rotations."""
 
 
-UNUSUAL = [(float("nan"),), (float("inf"),), (-float("inf"), float("inf")), (3.0e38,) * 16]
-UNUSUAL_FORMS = ["1x16 nearest", "1x16 stochastic", "16x16 nearest"]
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),  # the interpreter takes two of the three forms for each
-    some(
-        [
-            (name, values)
-            for number, values in enumerate(UNUSUAL)
-            for place, name in enumerate(UNUSUAL_FORMS)
-            if not INTERPRETED or place != number % 3
-        ],
-        4,
-        seed=0,
-    ),
-    ids=str,
-)
-def test_what_is_not_finite_is_the_references_too(name, values):
-    """With 16 values near the largest, a rotation makes the infinity itself."""
-    quant, rotation = FORMS[name], Hadamard()
-    flips = signs(rotation, CPU)
-    x = drawn((16, 21), "ordinary")
-    x[: len(values), 3] = torch.tensor(values)
-    for z, given in ((x, x.to(DEVICE)), (x.t(), x.to(DEVICE).t())):
-        assert_equal(cast(given, quant), reference(z, quant, where=WHERE))
-    if quant.block == "1x16":
-        rows, columns = cuda.quantize_both(
-            x.to(DEVICE), form(quant, None, 7), form(quant, flips, WHERE), CLOCK
-        )
-        theirs = reference(x.t(), quant, rotation=rotation, where=WHERE)
-        assert_equal(rows, reference(x, quant, where=7))
-        assert_equal(columns, theirs)
-        assert_equal(cast(x.to(DEVICE).t(), quant, flips), theirs)
-        assert not theirs.largest.isfinite()
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_copies_are_what_one_at_a_time_gives(name):
+    first, second, *rotations = PAIRS[name]
+    x = drawn((18, 130), "mixed", torch.float32 if name == "not rotated" else torch.bfloat16)
+    with mock.patch.object(general_cuda, "quantize", wraps=general_cuda.quantize) as launched:
+        rows, columns = both(x.to(DEVICE), (first, second), tuple(rotations))
+    assert launched.called
+    assert_equal(rows, reference(x, first, rotations[0], where=7, product=5))
+    assert_equal(columns, reference(x.t(), second, rotations[1]))
 
 
 def test_a_tensor_of_zeros_and_one_of_a_single_element():
     for x in (torch.zeros(17, 20), torch.zeros(1, 1), torch.full((1, 1), -2.5)):
-        for quant in (NEAREST, FORMS["16x16 nearest"]):
-            assert_equal(cast(x.to(DEVICE), quant, None, None, 0), reference(x, quant))
+        for name in ("1x16 nearest", "16x16 nearest"):
+            assert_references(x, *SLABS[name], down=False)
 
 
 def test_every_word_of_the_clock_counts():
@@ -332,29 +409,31 @@ def test_an_amax_sees_every_element():
         for place in places:
             x = torch.zeros(shape, device=DEVICE)
             x[place] = -3.5
-            assert cuda.amax_both(x, None).tolist() == [3.5, 0.0]
+            assert [float(amax) for amax in general_cuda.amaxes(x, None, None)] == [3.5, 0.0, 0.0]
 
 
-def test_a_form_that_is_not_theirs_is_refused(monkeypatch):
-    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
+def test_a_form_that_is_not_theirs_is_refused():
     x = torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE)
-    assert cuda.can_quantize(x, NEAREST)
-    assert cuda.can_quantize(x.t(), Quant(outer=Outer(statistic="hold:3")))
-    assert cuda.can_rotate(x.t(), NEAREST, Hadamard())
-    assert not cuda.can_rotate(x, NEAREST, Hadamard())
-    assert not cuda.can_rotate(x.t(), NEAREST, Hadamard(size=32))
-    assert not cuda.can_rotate(x.t(), FORMS["16x16 nearest"], Hadamard())
-    assert not cuda.can_rotate(x.t().float(), NEAREST, Hadamard())
-    assert not cuda.can_quantize(x.half(), NEAREST)
-    assert not cuda.can_quantize(x[:0], NEAREST)
-    assert not cuda.can_quantize(x[:, ::2], NEAREST)
-    assert not cuda.can_quantize(x, Quant(scale=BlockScale(zero="one")))
-    assert not cuda.can_quantize(x, Quant(outer=Outer(granularity="row")))
-    assert cuda.can_quantize_both(x, STOCHASTIC, STOCHASTIC, Hadamard())
-    assert not cuda.can_quantize_both(x.t(), STOCHASTIC, STOCHASTIC, None)
-    assert not cuda.can_quantize_both(x.float(), STOCHASTIC, STOCHASTIC, Hadamard())
-    assert not cuda.can_quantize_both(x, FORMS["16x16 nearest"], STOCHASTIC, None)
-    assert not cuda.can_quantize_both(x, STOCHASTIC, Quant(rounding="stochastic", bits=16), None)
+    assert forms.on_gpu(Quant(outer=Outer(statistic="hold:3")))
+    assert not forms.on_gpu(Quant(outer=Outer(granularity="rows:16"), block="16x16"))
+    assert cuda.can_take(x.t())
+    assert not cuda.can_take(x.half())
+    assert not cuda.can_take(x[:0])
+    assert not cuda.can_take(x[:, ::2])
+    low = Quant(outer=Outer(statistic="percentile:0.9"))
+    assert on_gpu.rotates(x, low, Hadamard(), True)
+    assert on_gpu.rotates(x, NEAREST, Hadamard(size=128), False)
+    for given, rotation, down in (
+        (x, Hadamard(), False),
+        (x, Hadamard(size=32), True),
+        (x.float(), Hadamard(), True),
+    ):
+        assert not on_gpu.rotates(given, low, rotation, down)
+    assert not on_gpu.rotates(x, NEAREST, Hadamard(size=8), True)
+    assert both(x, (STOCHASTIC, STOCHASTIC), (None, Hadamard()))
+    assert both(x.t(), (STOCHASTIC, STOCHASTIC)) is None
+    assert both(x, (STOCHASTIC, low), (Hadamard(), Hadamard(size=8))) is None
+    assert both(x, (STOCHASTIC, Quant(outer=Outer(granularity="rows:16"), block="16x16"))) is None
 
 
 @pytest.mark.skipif(
@@ -373,27 +452,26 @@ def test_a_layer_reads_its_gradient_once_and_changes_no_bit(monkeypatch):
         y.backward(dy)
         return [y.detach(), given.grad, linear.weight.grad]
 
-    monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
+    monkeypatch.setattr(cuda, "runs_on", lambda device: False)
     expected = products()
     monkeypatch.setattr(cuda, "runs_on", lambda device: True)
-    with mock.patch.object(cuda, "quantize_both", wraps=cuda.quantize_both) as both:
+    with mock.patch.object(on_gpu, "quantize_both", wraps=on_gpu.quantize_both) as launched:
         assert all(torch.equal(a, b) for a, b in zip(products(), expected, strict=True))
-    assert both.call_count == 1
+    assert launched.call_count == 1
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(INTERPRETED, reason="there is a device to wait for on a GPU only")
 def test_nothing_waits_for_the_device():
-    x, flips = drawn((64, 256), "ordinary").to(DEVICE), signs(Hadamard(), CPU)
-    low = Quant(outer=Outer(statistic="percentile:0.9"))
-    for mode in ("default", "error"):  # the first call of a shape compiles, and times what it compiled
+    x, low = drawn((64, 256), "ordinary").to(DEVICE), Quant(outer=Outer(statistic="percentile:0.9"))
+    for mode in ("default", "error"):  # the first call of a shape compiles, and compares the form's bits
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            cast(x, STOCHASTIC)
-            cast(x.t(), NEAREST, flips)
-            cast(x, FORMS["16x16 nearest"])
+            for quant, rotation in SLABS.values():
+                cast(x, quant, rotation)
+                cast(x.t(), quant, rotation)
             cast(x, low)
-            cuda.quantize_both(x, form(STOCHASTIC), form(STOCHASTIC, flips), CLOCK)
+            both(x, (STOCHASTIC, STOCHASTIC), (None, Hadamard()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -414,9 +492,8 @@ def test_a_product_is_scaled_and_rounded_as_by_torch(out):
         assert same(cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out).cpu(), expected)
 
 
-def test_a_product_takes_the_scale_of_rows_and_of_one_operand(monkeypatch):
+def test_a_product_takes_the_scale_of_rows_and_of_one_operand():
     """By the kernel, to the bits of three operations of torch; by two without an amax, where a divisor is left."""
-    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
     x, w = drawn((9, 32), "ordinary"), drawn((21, 32), "ordinary")
     by_row = Quant(outer=Outer(granularity="row"))
     divided = Quant(element="int4", scale=BlockScale(format="e8m0"), outer=None, range=Range(prescale=0.7))
@@ -435,27 +512,53 @@ def test_a_product_takes_the_scale_of_rows_and_of_one_operand(monkeypatch):
                 assert same(y, (sums * alpha(a, b)).to(out))
 
 
-def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one():
-    found = []
+def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one(monkeypatch):
+    assert cuda.problem(DEVICE) == ""
+    right = cuda.scaled
+    monkeypatch.setattr(cuda, "scaled", lambda *given: right(*given) * 2)
+    assert cuda.problem(DEVICE).startswith("the results of scaled differ")
 
-    def right(x: Tensor, form: cuda.Form, clock: Clock | None) -> cuda.Quantized:
-        found.append(cuda.quantize(x, form, clock))
-        return found[-1]
-
-    assert problem(DEVICE, right) == ""
-
-    def wrong(x: Tensor, form: cuda.Form, clock: Clock | None) -> cuda.Quantized:
-        made = found.pop(0)
-        if form.quant.block == "16x16":
-            made.block_scale[-1] *= 2
-        return made
-
-    assert problem(DEVICE, wrong).startswith("the results of by_tiles differ")
-
-    def broken(*_: object) -> cuda.Quantized:
+    def broken(*_: object) -> Tensor:
         raise RuntimeError("Failed to find C compiler. Please specify")
 
-    assert "install gcc" in problem(DEVICE, broken)
+    monkeypatch.setattr(cuda, "scaled", broken)
+    assert "install gcc" in cuda.problem(DEVICE)
+
+
+def test_a_form_whose_bits_differ_is_left_to_the_reference(capsys, monkeypatch):
+    """And one whose launch fails: both are said once."""
+    monkeypatch.setattr(on_gpu, "different", DIFFERENT)
+    quant, x = Quant(element="int4"), drawn((9, 40), "mixed").to(DEVICE)
+
+    def wrong(*arguments, **options):
+        made = launch(*arguments, **options)
+        made[0].block_scale[-1] *= 2
+        return made
+
+    def broken(*arguments, **options):
+        raise RuntimeError("Failed to find C compiler. Please specify")
+
+    launch = general_cuda.quantize
+    for fault, told in ((wrong, "differ"), (broken, "install gcc")):
+        on_gpu.agrees.cache_clear()
+        with mock.patch.object(general_cuda, "quantize", fault):
+            for _ in range(2):
+                assert_equal(quantize(x, quant), reference(x.cpu(), quant, clock=None, where=0, product=0))
+        assert capsys.readouterr().err.count(told) == 1
+    on_gpu.agrees.cache_clear()
+    with mock.patch.object(general_cuda, "quantize", wraps=launch) as launched:
+        assert_equal(
+            quantize(x, quant.model_copy(update={"transform": Transform(mean=True)})), quantize(x, quant)
+        )
+    assert launched.call_count == 3  # a check, and two that use it
+
+
+def test_signs_become_words():
+    for size in general_cuda.SIZES:
+        flips = signs(Hadamard(size=size, signs="per_call"), CPU, CLOCK, PRODUCT)
+        words = general_cuda.sign_words(flips)
+        bits = [words[place // 32] >> place % 32 & 1 for place in range(size)]
+        assert [1 - 2 * bit for bit in bits] == flips.tolist()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU chooses the order of programs itself")
@@ -471,14 +574,13 @@ def test_no_bit_depends_on_the_order_of_programs_or_on_what_memory_held(monkeypa
             ran[:] = random.sample(range(count), count)
         place(ran[x], y, z)
 
-    word = cuda.sign_word(signs(Hadamard(), CPU))
     x = drawn((17, 256), "ordinary")
     low = Quant(outer=Outer(statistic="percentile:0.9"))
 
     def results() -> list[Tensor]:
         sums = x.float()
-        made = [cast(x, STOCHASTIC), cast(x.t(), NEAREST), cast(x, FORMS["16x16 nearest"]), cast(x, low)]
-        made += cuda.quantize_both(x, form(NEAREST), cuda.Form(STOCHASTIC, word), CLOCK)
+        made = [cast(x, STOCHASTIC), cast(x.t(), NEAREST), cast(x, SLABS["16x16 nearest"][0]), cast(x, low)]
+        made += both(x, (NEAREST, STOCHASTIC), (None, Hadamard()))
         packed = packed_by_kernel(
             Operand(made[0].values, STOCHASTIC, None, made[0].block_scale), "nvfp4", (32, 256)
         )

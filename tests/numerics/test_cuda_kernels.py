@@ -14,33 +14,28 @@ import torch
 from support.cases import dealt
 from support.triton_cases import run_cases
 
-from ablate.numerics.hadamard import signs
-from ablate.numerics.kernels import builds, cuda, general_cuda
+from ablate.numerics.kernels import cuda
 from ablate.numerics.kernels.launch_errors import reason
-from ablate.numerics.quantize import quantize
-from ablate.numerics.spec import Hadamard, Quant
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kernel_code import BUILDS, CAPABILITIES, compiled, machine_code
 
-CASES = [Path(__file__).with_name(f"{name}_kernel_cases.py") for name in ("cuda", "general")]
+CASES = Path(__file__).with_name("cuda_kernel_cases.py")
 
 needs_triton = pytest.mark.skipif(cuda.kernels() is None, reason="there is no Triton here")
 
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
-def test_every_bit_is_the_references_in_the_interpreter(cases):
-    run_cases(cases, TRITON_INTERPRET="1")
+def test_every_bit_is_the_references_in_the_interpreter():
+    run_cases(CASES, TRITON_INTERPRET="1")
 
 
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
-def test_every_bit_is_the_references_on_a_gpu(cases):
-    run_cases(cases, TRITON_INTERPRET="0")
+def test_every_bit_is_the_references_on_a_gpu():
+    run_cases(CASES, TRITON_INTERPRET="0")
 
 
 # --- ahead of time, for GPUs that are not here ----------------------------------------------------
@@ -85,17 +80,16 @@ def test_a_kernel_compiles_to_exact_arithmetic(name, target):
         for name in found
         if re.search(r"\.f32(x2)?$", name) and re.match(r"add|sub|mul|div|fma|mad|rcp|ex2|sqrt|rsqrt", name)
     }
-    general = BUILDS[name].module == "general_triton"
-    rooted = general and BUILDS[name].constants["FORM"].statistic != "amax"
+    copies = [BUILDS[name].constants.get(copy) for copy in ("FIRST", "OTHER")]
+    rooted = any(form and form.statistic != "amax" for form in copies)
     exact = r"(add|sub|mul)\.rn\.f32(x2)?|div\.rn\.f32" + r"|sqrt\.rn\.f32" * rooted
     assert not {name for name in floats if not re.fullmatch(exact, name)}
     assert not [name for name in found if "ftz" in name]
     divisions = found["div.rn.f32"]
-    divides = BUILDS[name].kernel.startswith(("by_", "cast")) or BUILDS[name].module == "result"
-    assert bool(divisions) == divides
+    assert bool(divisions) == (BUILDS[name].kernel in ("cast", "scaled", "decoded"))
     # Held in registers, sixteen rows need no exchange between threads: what goes through shared memory is a
     # scale or a maximum.
-    assert BUILDS[name].module != "nvfp4" or found["bar.sync"] <= 6
+    assert any(form and not form.slab for form in copies) or found["bar.sync"] <= 6
     code = machine_code(kernel)
     assert code.stack == 0  # nothing is spilled
     made = code.instructions
@@ -104,7 +98,7 @@ def test_a_kernel_compiles_to_exact_arithmetic(name, target):
         return  # a root is a sequence of its own, with fused operations
     fused = sum(count for one, count in made.items() if re.match(r"FFMA2?(\.|$)(?!R[PMZ])", one))
     of_divisions = 5 * divisions + 9 if divisions else 0
-    assert fused == of_divisions or (general and of_divisions - divisions <= fused < of_divisions)
+    assert of_divisions - divisions <= fused <= of_divisions
     of_integers = sum(count for one, count in made.items() if re.match(r"U?I2F\.RP|U?I2F\.U32\.RP", one))
     assert made["MUFU.RCP"] <= (divisions + 2 if divisions else 0) + of_integers
     assert not {one for one in made if re.match(r"MUFU\.(?!RCP$|RSQ$)|F(MUL|FMA)2?\.FTZ", one)}
@@ -129,14 +123,14 @@ def test_a_triton_that_cannot_be_exact_is_as_good_as_none(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["by_rows", "by_columns", "by_both", "cast"])
+@pytest.mark.parametrize("name", ["amaxes", "row_amaxes", "cast"])
 def test_one_build_serves_every_step_and_every_layer(name):
     """Triton compiles anew for an integer that is 1 or a multiple of 16, or has another type, unless it is told not to."""
-    module = cuda.kernels() if name != "cast" else general_cuda.code()
-    parameters = {parameter.name: parameter for parameter in getattr(module, name).params}
-    changing = [p for p in parameters if p.rpartition("_")[2] in ("key0", "key1", "step", "batch", "where")]
-    assert len(changing) >= 5
-    assert all(parameters[p].do_not_specialize for p in changing)
+    kernel = getattr(cuda.kernels(), name)
+    changing = ("word", "where", "key", "step", "micro_batch", "lines", "outer", "largest", "out", "row_amax")
+    parameters = [p for p in kernel.params if p.name.removeprefix("other_").startswith(changing)]
+    assert len(parameters) >= 5
+    assert all(parameter.do_not_specialize for parameter in parameters)
     assert [cuda.signed_word(n) for n in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32)] == [
         0,
         1,
@@ -164,9 +158,8 @@ def test_the_package_needs_no_triton():
 
 
 def test_a_cpu_tensor_is_not_theirs():
-    assert not cuda.can_quantize(torch.ones(16, 32), Quant())
+    assert not cuda.can_take(torch.ones(16, 32))
     assert not cuda.can_order(torch.ones(16, 32))
-    assert not cuda.can_quantize_both(torch.ones(16, 32), Quant(), Quant(), None)
 
 
 NO_COMPILER = """
@@ -203,22 +196,11 @@ def test_other_errors_of_a_launch_keep_their_words():
 
 
 def test_the_digests_of_a_trial_launch_are_those_of_the_reference():
-    x, rotation, digests = cuda.trial_matrix(), Hadamard(), {}
-    assert cuda.sign_word(signs(rotation, torch.device("cpu"))) == cuda.TRIAL_SIGNS
-    parts, amaxes = {}, {}
-    with builds.using(None):
-        for name, quant in cuda.TRIAL_QUANTS.items():
-            down = name == "by_columns"
-            one = quantize(
-                x.t() if down else x,
-                quant,
-                rotation=rotation if down else None,
-                clock=cuda.TRIAL_CLOCK,
-                where=cuda.TRIAL_WHERE,
-            )
-            parts[name] = one.values, one.amax.view(1), one.block_scale, one.largest.view(1)
-            amaxes[name], digests[name] = one.amax, cuda.digest(*parts[name])
-    digests["by_both"] = cuda.digest(*parts["by_rows"], *parts["by_columns"])
-    factor = amaxes["by_rows"] * amaxes["by_tiles"] / torch.tensor(cuda.TRIAL_DIVISOR)
-    digests["scaled"] = cuda.digest((x.float() * factor).bfloat16())
-    assert digests == cuda.TRIAL
+    x = cuda.trial_matrix()
+    magnitudes = x.float().abs().flatten().sort().values
+    ordered = magnitudes[cuda.TRIAL_RANK - 1], magnitudes[-1]
+    factor = ordered[0] * ordered[1] / torch.tensor(cuda.TRIAL_DIVISOR)
+    assert {
+        "counted": cuda.digest(*(each.view(1) for each in ordered)),
+        "scaled": cuda.digest((x.float() * factor).bfloat16()),
+    } == cuda.TRIAL

@@ -50,17 +50,10 @@ def covers(quant: Quant) -> bool:
 
 
 @cache
-def general(quant: Quant) -> bool:
-    """Return True if the general kernel for GPUs implements this form: no percentiles, no groups of rows."""
-    outer = quant.outer
-    plain = outer is None or (tag(outer.granularity) != "rows" and tag(outer.statistic) != "percentile")
-    return plain and covers(quant)
-
-
 def on_gpu(quant: Quant) -> bool:
-    """Return True if kernels quantise this form on a GPU, with any rotation. One that the kernels do not have
-    is made by torch's operations before them."""
-    return nvidia(quant) or general(quant)
+    """Return True if kernels quantise this form on a GPU, with any rotation: no groups of rows. A rotation
+    that the kernels do not have is made by torch's operations before them."""
+    return (quant.outer is None or tag(quant.outer.granularity) != "rows") and covers(quant)
 
 
 def fuses(quant: Quant, rotation: Hadamard) -> bool:

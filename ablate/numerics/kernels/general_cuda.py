@@ -1,7 +1,8 @@
-"""Launches of the general quantiser for CUDA tensors (general_triton.py), and the description that it takes.
+"""Launches of the quantisers for CUDA tensors (general_triton.py), and the description that they take.
 
-It makes every form that `forms.general` names, rotations of sixteen to 128 elements included, in one launch,
-or in two if a tensor or its rows have an outer scale. Nothing waits for the device.
+They make every form that `forms.on_gpu` names, rotations of sixteen to 128 elements included, and both copies
+of a tensor in one launch, or in two if a tensor or its rows have an outer scale. The outer statistic is a
+tensor on the device, which is not read here: nothing waits.
 """
 
 import math
@@ -22,9 +23,6 @@ from ablate.numerics.spec import Quant, Select, argument, tag
 
 SIZES = (16, 32, 64, 128)
 """Rotations that the kernel makes: groups of a tile's elements, and whole groups of random bits."""
-WARPS = 8
-"""With 4, MS-EDEN's kernel spills registers."""
-LAUNCH = cuda.EXACT | {"num_warps": WARPS}
 Words = tuple[int, int, int, int]
 """Signs of a rotation: bit r % 32 of word r // 32 is 1 if element r of a group is negated."""
 
@@ -45,6 +43,10 @@ class Description:
     element: Grid
     rounding: str
     bits: int
+    down: bool
+    """True if the contraction runs down the columns of memory."""
+    slab: bool
+    """True if programs take slabs of sixteen rows of memory, in place of tiles."""
     turn: int
     """Size of the rotation; 0: none."""
     turn_levels: int
@@ -85,8 +87,9 @@ class Description:
 
 
 @cache
-def described(quant: Quant, size: int) -> Description:
-    """Return the description of a form of `forms.general`, rotated by groups of `size` or not (0)."""
+def described(quant: Quant, size: int, down: bool) -> Description:
+    """Return the description of a form of `forms.on_gpu`, rotated by groups of `size` or not (0), with its
+    contraction along the rows of memory or `down` its columns."""
     element, scale, outer = ELEMENTS[quant.element], quant.scale, quant.outer
     to = SCALES[scale.format] if scale else None
     top = element.max * (outer.bound if outer else 1.0)
@@ -96,6 +99,8 @@ def described(quant: Quant, size: int) -> Description:
         element=_grid(element),
         rounding="nearest" if quant.rounding == "ms_eden" else quant.rounding,
         bits=quant.bits,
+        down=down,
+        slab=_by_slabs(quant, size, down),
         turn=size,
         turn_levels=size.bit_length() - 1,
         turn_factor=size**-0.5 if size else 1.0,
@@ -127,6 +132,22 @@ def described(quant: Quant, size: int) -> Description:
     )
 
 
+def _by_slabs(quant: Quant, size: int, down: bool) -> bool:
+    """Return True if blocks are sixteen rows of a slab, or squares, and nothing else needs a tile."""
+    outer, scale = quant.outer and quant.outer.granularity, quant.scale
+    by_rows = down and quant.block == "1x16" and outer in (None, "tensor", "row") and size in (0, 16)
+    square = quant.block == "16x16" and quant.rounding == "nearest" and outer in (None, "tensor") and not size
+    return (
+        (by_rows or square)
+        and scale is not None
+        and scale.rounding != "stochastic"
+        and scale.micro_exponents is None
+        and quant.select is None
+        and quant.range.statistic == "amax"
+        and (quant.rounding in ("nearest", "away") or (quant.rounding == "stochastic" and quant.bits == 8))
+    )
+
+
 def pointers(form: Description) -> dict[str, bool]:
     """Return which of the kernel's pointers a form has; the others are None, constants of the compiler."""
     outer = form.outer is not None and form.outer != "block"
@@ -154,65 +175,166 @@ def sign_words(signs: Tensor | None) -> Words:
     return first, second, third, fourth
 
 
-def quantize(
-    x: Tensor,
-    quant: Quant,
-    size: int,
-    words: Sequence[int],
-    clock: Clock | None,
-    where: int,
-    statistic: cuda.Statistic | None,
-) -> cuda.Quantized:
-    """Quantise x [rows, columns] in blocks along its columns, rotated along them first.
+@dataclass(frozen=True)
+class Form:
+    """Quantisation of one copy."""
+
+    quant: Quant
+    size: int = 0
+    """Size of the rotation; 0: none."""
+    words: Words = (0, 0, 0, 0)
+    """Signs of the rotation."""
+    where: int = 0
+    """Draw site."""
+    statistic: cuda.Statistic | None = None
+    """Outer statistic of a tensor; None: that which the quantiser names, `amax` or `percentile`."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy that a launch makes: its form, its description, and its memory on the device."""
+
+    form: Form
+    description: Description
+    values: Tensor
+    """[lines, padded contraction]."""
+    scales: Tensor | None
+    outer: Tensor | None
+    word: Tensor | None
+    """int32, 0 at first, which gets the bits of the largest magnitude; None: that is known before."""
+    largest: Tensor
+    """fp32 scalar."""
+
+    @classmethod
+    def of(cls, memory: Tensor, form: Form, down: bool, largest: Tensor | None) -> "Copy":
+        """Return the memory of one copy of x, as it lies in memory. `largest` is its amax, if it is known."""
+        quant, description = form.quant, described(form.quant, form.size, down)
+        lines, length = memory.shape[::-1] if down else memory.shape
+        turned = length + -length % (form.size or 1)
+        width = turned + -turned % math.lcm(description.block, GROUP)
+        dtype, tall = torch.float32 if quant.wide else torch.bfloat16, -(-lines // description.rows)
+        scales = quant.scale and _laid(tall, width // description.block, down, torch.float32, memory.device)
+        word = None if description.outer == "tensor" else cuda.zeros(memory.device)[0]
+        outer = None
+        if description.outer == "row":
+            outer = torch.empty(lines, 1, dtype=torch.float32, device=memory.device)
+            grid, options = (-(-lines // code().LINES.value),), launch(memory.shape, [description])[1]
+            code().row_amaxes[grid](memory, outer, lines, length, *form.words, description, **options)
+        elif word is None:
+            outer, largest = _statistic(memory, form, largest)
+        largest = largest if word is None else word.view(torch.float32)
+        assert largest is not None
+        values = _laid(lines, width, down, dtype, memory.device)
+        return cls(form, description, values, scales, outer, word, largest)
+
+    def arguments(self) -> list[object]:
+        """Return the arguments of `cast` for this copy."""
+        values = self.values.t() if self.description.down else self.values
+        words = *self.form.words, cuda.signed_word(self.form.where)
+        return [values, self.scales, self.outer, self.word, self.values.shape[1], *words]
+
+    def quantized(self) -> cuda.Quantized:
+        """Return the copy, once it is made."""
+        scales = None if self.scales is None else self.scales[:, None, :, None]
+        return cuda.Quantized(self.values, self.outer, scales, self.largest)
+
+
+NO_COPY = [None, None, None, None, 0, 0, 0, 0, 0, 0]
+"""Arguments of `cast` for a copy that is not made."""
+
+
+def quantize(x: Tensor, first: Form | None, other: Form | None, clock: Clock | None) -> list[cuda.Quantized]:
+    """Quantise a matrix as it lies in memory, along its rows by `first`, and its transpose by `other`.
 
     Args:
-        x: bf16 or fp32, stored by rows or by columns.
-        quant: Form that `forms.general` accepts.
-        size: Size of the rotation; 0: none.
-        words: Signs of the rotation.
-        clock: Seed, stream, step and micro-batch; needed for what is drawn.
-        where: Draw site.
-        statistic: Outer statistic of a tensor as a function of the largest magnitude; None: that itself.
+        x: bf16 or fp32 [rows, columns], contiguous.
+        first: form of the copy of x, rotated along its rows; None: it is not made.
+        other: form of the copy of x.t(), rotated along the columns of x.
+        clock: seed, stream, step and micro-batch; needed for what is drawn.
+
+    Returns:
+        The copies that are made.
     """
-    form, down = described(quant, size), not x.is_contiguous()
-    memory = x.t() if down else x
-    lines, length = x.shape
-    turned = length + -length % (size or 1)
-    width = turned + -turned % math.lcm(form.block, GROUP)
-    values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
-    scales = None
-    if quant.scale is not None:
-        scales = _laid(-(-lines // form.rows), width // form.block, down, torch.float32, x.device)
-    kernels, amax = code(), None
-    grid = (-(-lines // kernels.LINES.value) * -(-width // kernels.LENGTH.value),)
-    largest = word = cuda.zeros(1, x.device)[0] if form.outer != "tensor" else None
     with torch.cuda.device_of(x):
-        if word is None:
-            largest = amaxes(memory, form, down, words, grid)
-            amax = largest if statistic is None else statistic(largest)
-        elif form.outer == "row":
-            amax = torch.empty(lines, 1, dtype=torch.float32, device=x.device)
-            rows = (-(-lines // kernels.LINES.value),)
-            kernels.row_amaxes[rows](memory, amax, lines, length, *words, form, down, **LAUNCH)
-        draws = (*cuda.draws(clock), cuda.signed_word(where))
-        kernels.cast[grid](
-            memory, values.t() if down else values, scales, amax, word, lines, length, width, *words, *draws,
-            form, down, **LAUNCH,
-        )  # fmt: skip
-    assert largest is not None
-    return cuda.Quantized(
-        values, amax, None if scales is None else scales[:, None, :, None], largest.view(torch.float32)
+        largest = _amaxes(x, (first, other))
+        copies = [
+            Copy.of(x, form, down, one) if form else None
+            for form, down, one in zip((first, other), (False, True), largest, strict=True)
+        ]
+        arguments = [each for copy in copies for each in (copy.arguments() if copy else NO_COPY)]
+        forms = [copy and copy.description for copy in copies]
+        grid, options = launch(x.shape, forms)
+        code().cast[grid](x, *x.shape, x.shape[1], *arguments, *cuda.draws(clock), *forms, **options)
+    return [copy.quantized() for copy in copies if copy]
+
+
+Both = Sequence[Description | None]
+"""Descriptions of the copies of a launch, along the rows of memory and down its columns."""
+
+
+def launch(shape: Sequence[int], forms: Both) -> tuple[tuple[int], dict[str, object]]:
+    """Return the grid of a launch on memory [rows, columns], enough for each copy, and the options."""
+    parts = [_part(form) for form in forms if form] or [(16, code().COLUMNS.value)]
+    programs = max(-(-shape[0] // high) * -(-shape[1] // wide) for high, wide in parts)
+    return (programs,), cuda.EXACT | {"num_warps": warps(forms)}
+
+
+def _part(form: Description) -> tuple[int, int]:
+    """Return the rows and columns of memory that a program takes."""
+    kernels = code()
+    if form.slab:
+        return 16, kernels.COLUMNS.value
+    lines, length = kernels.LINES.value, kernels.LENGTH.value
+    return (length, lines) if form.down else (lines, length)
+
+
+def warps(forms: Both) -> int:
+    """Return the warps of a program: with four, costly tiles have too few registers."""
+    tiles = [form for form in forms if form and not form.slab]
+    return 8 if any(form.turn or form.selection or form.eden or form.bits > 8 for form in tiles) else 4
+
+
+def _amaxes(x: Tensor, forms: Sequence[Form | None]) -> list[Tensor | None]:
+    """Return the amax of each copy whose outer scale is that of the tensor, in one read of x."""
+    needed = [form if form and _by_amax(form.quant) else None for form in forms]
+    if needed == [None, None]:
+        return [None, None]
+    plain, *turned = amaxes(x, *(form if form and form.size else None for form in needed))
+    return [
+        (each if form.size else plain) if form else None for form, each in zip(needed, turned, strict=True)
+    ]
+
+
+def _by_amax(quant: Quant) -> bool:
+    outer = quant.outer
+    return outer is not None and outer.granularity == "tensor" and tag(outer.statistic) != "percentile"
+
+
+def amaxes(x: Tensor, first: Form | None, other: Form | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the amax of x [rows, columns], of x rotated along its rows and along its columns: fp32 scalars,
+    NaN if there is one, the last two 0 without such a rotation."""
+    bits, words = (
+        cuda.zeros(x.device),
+        [word for form in (first, other) for word in (form or Form(Quant())).words],
     )
+    forms = [
+        form and described(form.quant, form.size, down) for form, down in ((first, False), (other, True))
+    ]
+    grid, options = launch(x.shape, forms)
+    with torch.cuda.device_of(x):
+        code().amaxes[grid](x, bits, *x.shape, x.shape[1], *words, *forms, **options)
+    plain, turned, other_turned = bits.view(torch.float32).unbind()
+    return plain, turned, other_turned
 
 
-def amaxes(memory: Tensor, form: Description, down: bool, words: Sequence[int], grid: tuple[int]) -> Tensor:
-    """Return the amax of a copy, fp32 scalar."""
-    if not form.turn:
-        return cuda.amax_both(memory, None)[0]
-    bits = cuda.zeros(2, memory.device)
-    lines, length = memory.shape[::-1] if down else memory.shape
-    code().turned_amaxes[grid](memory, bits, lines, length, *words, form, down, **LAUNCH)
-    return bits.view(torch.float32)[1]
+def _statistic(memory: Tensor, form: Form, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the outer statistic of a tensor's copy, and its largest magnitude."""
+    assert form.quant.outer is not None
+    if largest is None:  # a percentile, which a statistic from outside does not replace
+        p = argument(form.quant.outer.statistic)
+        assert p is not None
+        return cuda.percentile(memory, form.words[0] if form.size else None, p)
+    return largest if form.statistic is None else form.statistic(largest), largest
 
 
 def _laid(rows: int, columns: int, down: bool, dtype: torch.dtype, device: torch.device) -> Tensor:

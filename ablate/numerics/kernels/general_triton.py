@@ -1,40 +1,101 @@
-"""One quantiser for GPUs over a description of the form, as general.c is one for CPUs: device code in Triton.
+"""Quantisers for GPUs over a description of the form, as general.c is one for CPUs: device code in Triton.
 
-The problem: NVIDIA's own form has kernels written for it (nvfp4.py), and recipes have thirty others. The
-idea: one kernel takes a `general_cuda.Description`, a constant of the compiler. So every `if` on it is
-decided before the kernel runs, and each form becomes machine code of its own. A program takes a tile of LINES
-lines and LENGTH elements of each along the contraction. With DOWN, lines are columns of memory. Zeros are
-read beyond the edges.
+The idea: a kernel takes a `general_cuda.Description` of each copy that it makes, a constant of the compiler.
+So every `if` on it is decided before the kernel runs, and each form becomes machine code of its own. One
+launch makes the copy along the rows of x in memory, that along its columns, or both.
 
-The arithmetic is that of the reference (scaling.py, rounding.py, select.py, hadamard.py), operation by
-operation, for tensors that are not finite too. Sums have the reference's order, which `tl.dot` and a `tl.sum`
-of more than two do not state. Nothing here knows torch.
+A program takes 4,096 elements, in one of two layouts. A tile is LINES lines, rows of memory or (`down`) its
+columns, and LENGTH elements of each along the contraction. A slab is sixteen rows of memory, COLUMNS wide,
+held as a tuple: where blocks run down the slab, maxima, rotations and bytes are register to register, which
+takes half of the instructions. `Description.slab` chooses. Zeros are read beyond the edges.
+
+The arithmetic is that of the reference (scaling.py, rounding.py, select.py, hadamard.py, philox.py),
+operation by operation, for tensors that are not finite too. That takes IEEE division (`div_rn`: a plain `/`
+is an approximation here), launches without contraction, and maxima over the bits of magnitudes, where an
+infinity is above all numbers and a NaN above infinity, so that a NaN reaches the amax and, through it, all.
+Sums have the reference's order, which `tl.dot` and a `tl.sum` of more than two do not state. Nothing here
+knows torch.
 """
 
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.nvfp4 import (
-    FLT_MAX,
-    ROUND,
-    at_most,
-    bits_of,
-    float_of,
-    inverse,
-    magnitude,
-    nearest_bf16,
-    step_of,
-    to_float,
-)
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2^23: adding and subtracting it rounds a small float to the nearest even integer."""
 
 LINES, LENGTH = tl.constexpr(32), tl.constexpr(128)
 """Tile of a program: whole square blocks, whole groups of a rotation, whole groups of an outer scale."""
+COLUMNS = tl.constexpr(256)
+"""Width of a slab."""
 CHANGING = [
-    *("outer", "largest", "word0", "word1", "word2", "word3"),
-    *("key0", "key1", "step", "micro_batch", "where", "lines"),
+    *(f"{copy}{name}" for copy in ("", "other_") for name in ("outer", "largest", "where", "word0")),
+    *(f"{copy}word{word}" for copy in ("", "other_") for word in (1, 2, 3)),
+    *("out", "key0", "key1", "step", "micro_batch", "lines"),
 ]
-"""Arguments on whose values nothing is specialised: see nvfp4.CHANGING. If `lines` were known to be a
-multiple of 16, DOWN would hold eight lines in a thread, whose block scales all threads of a block compute."""
+"""Arguments whose values and alignment change from call to call: specialised on, each would be compiled
+anew. If `lines` were known to be a multiple of 16, a tile down memory would hold eight lines in a thread,
+whose block scales all threads of a block compute."""
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x|: they are ordered as the magnitudes are."""
+    return bits_of(x) & 0x7FFFFFFF
+
+
+@triton.jit
+def at_most(x, limit):
+    """The smaller of the two; a NaN stays one, as in torch's clamp."""
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_float(x):
+    """bf16 or fp32 to fp32. By the bits, since Triton's interpreter converts subnormal bf16 wrongly."""
+    if x.dtype == tl.bfloat16:
+        return float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        return x
+
+
+@triton.jit
+def nearest_bf16(z):
+    """Return fp32 rounded to bf16, in fp32. By the bits: Triton's interpreter does not round to even."""
+    even = (bits_of(z) + 0x7FFF + (bits_of(z) >> 16 & 1)) & -0x10000
+    return tl.where(z == z, float_of(even), z)  # the sum would turn a GPU's own NaN, 0x7FFFFFFF, into -0
+
+
+@triton.jit
+def stored(z, dtype: tl.constexpr):
+    """fp32 that is exact in bf16, or the NaN of an operation, to bf16 if that is the type in memory. By the
+    bits: the interpreter converts neither subnormals nor every NaN."""
+    return (bits_of(z) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else z
+
+
+@triton.jit
+def step_of(y, mantissa: tl.constexpr, emin: tl.constexpr):
+    """Return the distance between the neighbours of y >= 0: 2^(max(exponent, emin) - mantissa)."""
+    exponent = tl.maximum(bits_of(y) & 0x7F800000, (emin + 127) << 23)
+    return float_of(exponent - (mantissa << 23))
+
+
+@triton.jit
+def inverse(power):
+    return float_of((254 << 23) - bits_of(power))
 
 
 # --- sums and pairs in a given order --------------------------------------------------------------
@@ -95,12 +156,19 @@ def rotated(z, words, FORM: tl.constexpr, BF16: tl.constexpr):
 
 
 @triton.jit
-def four_words(group, draw, PURPOSE: tl.constexpr):
-    """Return the words of one Philox4x32-10 call for each group, with four of them along the last axis."""
+def philox(group, draw, purpose):
+    """Return the four words of one Philox4x32-10 call for each group of sixteen elements or block scales."""
     key0, key1, step, micro_batch, where = draw
     step, micro_batch, where = step.to(tl.uint32), micro_batch.to(tl.uint32), where.to(tl.uint32)
-    key0, key1 = key0.to(tl.uint32), key1.to(tl.uint32) | PURPOSE
-    w0, w1, w2, w3 = tl.philox_impl(group.to(tl.uint32), step, micro_batch, where, key0, key1)
+    return tl.philox_impl(
+        group.to(tl.uint32), step, micro_batch, where, key0.to(tl.uint32), key1.to(tl.uint32) | purpose
+    )
+
+
+@triton.jit
+def four_words(group, draw, PURPOSE: tl.constexpr):
+    """Return the words of one Philox4x32-10 call for each group, with four of them along the last axis."""
+    w0, w1, w2, w3 = philox(group, draw, PURPOSE)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (group.shape[0], group.shape[1], 4))
 
 
@@ -129,10 +197,7 @@ def scale_bits(row, column, number, draw):
     """Return 24 random bits for each block scale, fp32 [rows, columns]; `number` of them are in a row."""
     group = row[:, None] * tl.cdiv(number, 16) + (column // 16)[None, :]
     place = column[None, :] % 16
-    key0, key1, step, micro_batch, where = draw
-    step, micro_batch, where = step.to(tl.uint32), micro_batch.to(tl.uint32), where.to(tl.uint32)
-    call = (place // 4 + 16).to(tl.uint32) | key1.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox_impl(group.to(tl.uint32), step, micro_batch, where, key0.to(tl.uint32), call)
+    w0, w1, w2, w3 = philox(group, draw, (place // 4 + 16).to(tl.uint32))
     word = place % 4
     bits = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
     return (bits & 0xFFFFFF).to(tl.int32).to(tl.float32)
@@ -202,6 +267,32 @@ def encode(amax, FORM: tl.constexpr):
 
 
 @triton.jit
+def scales_of(largest, scale, chances, FORM: tl.constexpr):
+    """Return block scales from the statistics of their blocks and S, in the formats' order of operations."""
+    multiplier = scale * FORM.map
+    if FORM.headroom != 1:
+        multiplier = multiplier * FORM.headroom
+    exact = at_most(largest * at_most(multiplier, FLT_MAX), FLT_MAX)
+    made = block_scale(exact, chances, FORM, FORM.scale_rounding)
+    if FORM.halve > 0:
+        half = tl.where(made * 0.5 < FORM.least, FORM.least, made * 0.5)
+        made = tl.where(tl.div_rn(exact, made) < FORM.halve, half, made)
+    return made
+
+
+@triton.jit
+def factor_of(made, scale):
+    """Return the factor of elements before they are rounded, from their block scale and S."""
+    return at_most(tl.div_rn(1.0, made * tl.div_rn(1.0, scale)), FLT_MAX)
+
+
+@triton.jit
+def scaled(z, factor, FORM: tl.constexpr):
+    """Return what is rounded to the elements' grid."""
+    return z * factor if FORM.prescale == 1 else z * factor * FORM.prescale
+
+
+@triton.jit
 def spread(tiles, most, FORM: tl.constexpr):
     """Return the root mean square of blocks of one row, or their standard deviation, times a factor."""
     lift = tl.where(most < 2.0**-50, 2.0**96, tl.where(most > 2.0**50, 2.0**-96, 1.0))
@@ -213,14 +304,120 @@ def spread(tiles, most, FORM: tl.constexpr):
     return tl.reshape(tl.sqrt_rn(mean), most.shape) * inverse(lift) * FORM.spread
 
 
+# --- a slab of sixteen rows -----------------------------------------------------------------------
+
+
+@triton.jit
+def load_slab(x, slab, column, rows, columns):
+    """Sixteen rows of memory, each fp32 of the shape of `column`; zeros beyond the edges."""
+    loaded = ()
+    for r in tl.static_range(16):
+        row = slab * 16 + r
+        inside = (column < columns) & (row < rows)
+        loaded += (to_float(tl.load(x + row.to(tl.int64) * columns + column, mask=inside, other=0.0)),)
+    return loaded
+
+
+@triton.jit
+def largest_of(slab):
+    """The bits of the largest magnitude of each column."""
+    largest = magnitude(slab[0])
+    for r in tl.static_range(1, 16):
+        largest = tl.maximum(largest, magnitude(slab[r]))
+    return largest
+
+
+@triton.jit
+def butterfly(slab, distance: tl.constexpr):
+    turned = ()
+    for r in tl.static_range(16):
+        if r & distance:
+            turned += (slab[r - distance] - slab[r],)
+        else:
+            turned += (slab[r] + slab[r + distance],)
+    return turned
+
+
+@triton.jit
+def rotate(slab, signs, BF16: tl.constexpr):
+    """Rotate rows: as `rotated`, with sixteen signs. The result stays in fp32.
+
+    Not `tl.dot` with H: sixteen bf16 of different exponents do not add exactly in fp32, and a tensor core
+    adds in an order, and with a width, of its own.
+    """
+    turned = ()
+    for r in tl.static_range(16):
+        turned += (float_of(bits_of(slab[r]) ^ ((signs >> r & 1) << 31)),)
+    turned = butterfly(butterfly(butterfly(butterfly(turned, 1), 2), 4), 8)
+    rounded = ()
+    for r in tl.static_range(16):
+        rounded += (nearest_bf16(turned[r] * 0.25) if BF16 else turned[r] * 0.25,)
+    return rounded
+
+
+@triton.jit
+def cast_slab(
+    x, values, scales, outer, largest, rows, columns, width, words, draw, FORM: tl.constexpr
+):  # fmt: skip
+    """Quantise one slab: blocks of sixteen rows, or squares."""
+    first_row, first = place(rows, columns, 16, COLUMNS)
+    slab, block = first_row // 16, first // FORM.rows + tl.arange(0, COLUMNS // FORM.rows)
+    column = block[:, None] * FORM.rows + tl.arange(0, FORM.rows)[None, :]
+    loaded = load_slab(x, slab, column, rows, columns)
+    if FORM.turn > 0:
+        loaded = rotate(loaded, words[0], x.dtype.element_ty == tl.bfloat16)
+    most = tl.max(largest_of(loaded), axis=1)
+    if largest is not None:
+        tl.atomic_max(largest, tl.max(most, axis=0))
+    amax = tl.full((1,), 1.0, tl.float32)
+    if FORM.outer == "tensor":
+        amax = tl.load(outer) + tl.zeros((1,), tl.float32)
+    elif FORM.outer == "row":
+        amax = tl.load(outer + block, mask=block < columns, other=0.0)
+    scale = encode(amax, FORM)
+    made = scales_of(float_of(most), scale, most, FORM)
+    factor = factor_of(made, scale)[:, None]
+    high, wide = (width, columns) if FORM.down else (rows, width)
+    across = tl.cdiv(wide, FORM.rows)
+    tl.store(scales + slab.to(tl.int64) * across + block, made, mask=(block < across) & (slab * 16 < high))
+    if FORM.rounding == "stochastic":
+        # Always zero, which LLVM sees and Triton's layouts do not: the words are then made in the threads
+        # that hold the elements.
+        zero = magnitude(loaded[0]) >> 31
+        random = philox(column * (width // 16) + slab + zero, draw, 0)
+    for r in tl.static_range(16):
+        bits = column
+        if FORM.rounding == "stochastic":
+            bits = (random[r // 4] >> 8 * (r % 4) & 255).to(tl.float32)
+        value = elements(scaled(loaded[r], factor, FORM), bits, FORM) * made[:, None]
+        row = slab * 16 + r
+        known = (column < wide) & (row < high)
+        at = row.to(tl.int64) * wide + column
+        tl.store(values + at, stored(value, values.dtype.element_ty), mask=known)
+
+
 # --- one tile -------------------------------------------------------------------------------------
 
 
 @triton.jit
-def place(length):
-    """This program's first line and first column. One axis, since the others hold at most 65,535 programs."""
-    across = tl.cdiv(length, LENGTH)
-    return tl.program_id(0) // across * LINES, tl.program_id(0) % across * LENGTH
+def place(rows, columns, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """This program's first row and first column in memory: those of a part, HIGH rows and WIDE columns.
+
+    One axis, since the others hold at most 65,535 programs. Both copies of a launch walk along the rows of
+    memory, so that the second read of x comes from the cache.
+    """
+    across = tl.cdiv(columns, WIDE)
+    return tl.program_id(0) // across * HIGH, tl.program_id(0) % across * WIDE
+
+
+@triton.jit
+def place_of_tile(lines, length, DOWN: tl.constexpr):
+    """This program's first line, and the first element of each."""
+    if DOWN:
+        first, first_line = place(length, lines, LENGTH, LINES)
+    else:
+        first_line, first = place(lines, length, LINES, LENGTH)
+    return first_line, first
 
 
 @triton.jit
@@ -253,11 +450,10 @@ def cast_tile(
     words,
     draw,
     FORM: tl.constexpr,
-    DOWN: tl.constexpr,
 ):
-    """Quantise one tile: of the copy along memory's rows, or DOWN its columns."""
-    first_line, first = place(length)
-    z = load_tile(x, first_line, first, lines, length, DOWN)
+    """Quantise one tile."""
+    first_line, first = place_of_tile(lines, length, FORM.down)
+    z = load_tile(x, first_line, first, lines, length, FORM.down)
     line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
     if FORM.turn > 0:
         z = rotated(z, words, FORM, x.dtype.element_ty == tl.bfloat16)
@@ -293,21 +489,16 @@ def cast_tile(
             codes, made = micro_codes(tiles, most, random, chances, FORM)
         else:
             codes, made = scaled_codes(tiles, most, scale, random, chances, FORM)
-        at = places(row, block, tl.cdiv(lines, FORM.rows), width // FORM.block, DOWN)
+        at = places(row, block, tl.cdiv(lines, FORM.rows), width // FORM.block, FORM.down)
         known = (row * FORM.rows < lines)[:, None] & (block * FORM.block < width)[None, :]
         tl.store(scales + at, made, mask=known)
         codes = codes * made[:, None, :, None]
     if FORM.outer == "block":
         codes = codes * (amax * FORM.divisor)[:, None, :, None]
     value = tl.reshape(codes, (LINES, LENGTH))
-    at = places(line, column, lines, width, DOWN)
+    at = places(line, column, lines, width, FORM.down)
     known = (line < lines)[:, None] & (column < width)[None, :]
-    if values.dtype.element_ty == tl.bfloat16:
-        # By the bits: the interpreter converts neither subnormals nor every NaN. 2^22 makes a NaN quiet.
-        bits = bits_of(nearest_bf16(value)) | tl.where(value != value, 0x400000, 0)
-        tl.store(values + at, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=known)
-    else:
-        tl.store(values + at, value, mask=known)
+    tl.store(values + at, stored(value, values.dtype.element_ty), mask=known)
 
 
 @triton.jit
@@ -316,27 +507,12 @@ def scaled_codes(tiles, most, scale, random, chances, FORM: tl.constexpr):
     largest = float_of(most)
     if FORM.statistic != "amax":
         largest = spread(tiles, largest, FORM)
-    multiplier = scale * FORM.map
-    if FORM.headroom != 1:
-        multiplier = multiplier * FORM.headroom
-    exact = at_most(largest * at_most(multiplier, FLT_MAX), FLT_MAX)
-    made = block_scale(exact, chances, FORM, FORM.scale_rounding)
-    if FORM.halve > 0:
-        half = tl.where(made * 0.5 < FORM.least, FORM.least, made * 0.5)
-        made = tl.where(tl.div_rn(exact, made) < FORM.halve, half, made)
-    y = tiles * factor_of(made, scale)[:, None, :, None]
-    if FORM.prescale != 1:
-        y = y * FORM.prescale
+    made = scales_of(largest, scale, chances, FORM)
+    y = scaled(tiles, factor_of(made, scale)[:, None, :, None], FORM)
     codes = elements(y, random, FORM)
     if FORM.eden:
         made = block_scale(made * correction(y, codes, made, FORM), chances, FORM, "stochastic")
     return codes, made
-
-
-@triton.jit
-def factor_of(made, scale):
-    """Return the factor of elements before they are rounded, from their block scale and S."""
-    return at_most(tl.div_rn(1.0, made * tl.div_rn(1.0, scale)), FLT_MAX)
 
 
 @triton.jit
@@ -412,25 +588,53 @@ def block_error(codes, made, tiles, amax, FORM: tl.constexpr):
 # --- kernels --------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["out", *CHANGING[2:6], "lines"])
-def turned_amaxes(x, out, lines, length, word0, word1, word2, word3, FORM: tl.constexpr, DOWN: tl.constexpr):
-    """Find the amax of x and of x rotated by FORM: its bits, `out` [2], int32 zeros at first."""
-    first_line, first = place(length)
-    z = load_tile(x, first_line, first, lines, length, DOWN)
-    tl.atomic_max(out, tl.max(tl.max(magnitude(z), axis=1), axis=0))
-    z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty == tl.bfloat16)
-    tl.atomic_max(out + 1, tl.max(tl.max(magnitude(z), axis=1), axis=0))
-
-
-@triton.jit(do_not_specialize=["row_amax", *CHANGING[2:6], "lines"])
-def row_amaxes(
-    x, row_amax, lines, length, word0, word1, word2, word3, FORM: tl.constexpr, DOWN: tl.constexpr
+@triton.jit(do_not_specialize=CHANGING)
+def amaxes(
+    x, out, rows, columns, lines, word0, word1, word2, word3,
+    other_word0, other_word1, other_word2, other_word3, FIRST: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
+    """Find the amaxes of x [rows, columns], of x rotated along its rows by FIRST, and down its columns by
+    OTHER: their bits, `out` [3], int32 zeros at first. `lines` is `columns`."""
+    bf16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    if FIRST is not None:
+        amaxes_of_tile(x, out, out + 1, rows, columns, (word0, word1, word2, word3), bf16, FIRST)
+    if OTHER is not None:
+        plain = out if FIRST is None else None
+        if OTHER.slab:
+            amaxes_of_slab(x, plain, out + 2, rows, columns, other_word0, bf16)
+        else:
+            words = other_word0, other_word1, other_word2, other_word3
+            amaxes_of_tile(x, plain, out + 2, lines, rows, words, bf16, OTHER)
+    elif FIRST is None:
+        amaxes_of_slab(x, out, None, rows, columns, word0, bf16)
+
+
+@triton.jit
+def amaxes_of_tile(x, plain, turned, lines, length, words, BF16: tl.constexpr, FORM: tl.constexpr):
+    first_line, first = place_of_tile(lines, length, FORM.down)
+    z = load_tile(x, first_line, first, lines, length, FORM.down)
+    if plain is not None:
+        tl.atomic_max(plain, tl.max(tl.max(magnitude(z), axis=1), axis=0))
+    tl.atomic_max(turned, tl.max(tl.max(magnitude(rotated(z, words, FORM, BF16)), axis=1), axis=0))
+
+
+@triton.jit
+def amaxes_of_slab(x, plain, turned, rows, columns, signs, BF16: tl.constexpr):
+    first_row, first = place(rows, columns, 16, COLUMNS)
+    loaded = load_slab(x, first_row // 16, first + tl.arange(0, COLUMNS), rows, columns)
+    if plain is not None:
+        tl.atomic_max(plain, tl.max(largest_of(loaded), axis=0))
+    if turned is not None:
+        tl.atomic_max(turned, tl.max(largest_of(rotate(loaded, signs, BF16)), axis=0))
+
+
+@triton.jit(do_not_specialize=["row_amax", *CHANGING])
+def row_amaxes(x, row_amax, lines, length, word0, word1, word2, word3, FORM: tl.constexpr):
     """Find the amax of each line of x, rotated by FORM or not: `row_amax` [lines], fp32."""
     first_line, first = tl.program_id(0) * LINES, tl.full((), 0, tl.int32)
     most = tl.full((LINES,), 0, tl.int32)
     for _ in range(0, tl.cdiv(length, LENGTH)):
-        z = load_tile(x, first_line, first, lines, length, DOWN)
+        z = load_tile(x, first_line, first, lines, length, FORM.down)
         if FORM.turn > 0:
             z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty == tl.bfloat16)
         most = tl.maximum(most, tl.max(magnitude(z), axis=1))
@@ -441,9 +645,33 @@ def row_amaxes(
 
 @triton.jit(do_not_specialize=CHANGING)
 def cast(
-    x, values, scales, outer, largest, lines, length, width, word0, word1, word2, word3,
-    key0, key1, step, micro_batch, where, FORM: tl.constexpr, DOWN: tl.constexpr,
+    x, rows, columns, lines,
+    values, scales, outer, largest, width, word0, word1, word2, word3, where,
+    other_values, other_scales, other_outer, other_largest, other_width,
+    other_word0, other_word1, other_word2, other_word3, other_where,
+    key0, key1, step, micro_batch, FIRST: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Quantise x: `width` is its length, padded; `largest`, int32, 0 at first, gets its largest magnitude."""
-    words, draw = (word0, word1, word2, word3), (key0, key1, step, micro_batch, where)
-    cast_tile(x, values, scales, outer, largest, lines, length, width, words, draw, FORM, DOWN)
+    """Quantise x [rows, columns] along its rows by FIRST, and down its columns by OTHER; None: not.
+
+    `lines` is `columns`. Of each copy, `width` is the contraction's length, padded; `largest`, int32, 0 at
+    first, gets the largest magnitude; `words` are the signs of its rotation and `where` is its draw site.
+    """
+    if FIRST is not None:
+        words, draw = (word0, word1, word2, word3), (key0, key1, step, micro_batch, where)
+        if FIRST.slab:
+            cast_slab(x, values, scales, outer, largest, rows, columns, width, words, draw, FIRST)
+        else:
+            cast_tile(x, values, scales, outer, largest, rows, columns, width, words, draw, FIRST)
+    if OTHER is not None:
+        words = other_word0, other_word1, other_word2, other_word3
+        draw = key0, key1, step, micro_batch, other_where
+        if OTHER.slab:
+            cast_slab(
+                x, other_values, other_scales, other_outer, other_largest, rows, columns, other_width,
+                words, draw, OTHER,
+            )  # fmt: skip
+        else:
+            cast_tile(
+                x, other_values, other_scales, other_outer, other_largest, lines, rows, other_width,
+                words, draw, OTHER,
+            )  # fmt: skip

@@ -14,7 +14,14 @@ NaNs. Counts are integers, so no order of additions matters, and nothing waits f
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.nvfp4 import largest_of, load_slab, magnitude, place, rotate
+from ablate.numerics.kernels.general_triton import (
+    COLUMNS,
+    largest_of,
+    load_slab,
+    magnitude,
+    place,
+    rotate,
+)
 
 DIGITS = {2: ((23, 8), (16, 7)), 4: ((23, 8), (16, 7), (8, 8), (0, 8))}
 """Lowest bit and number of bits of each digit of a magnitude, by the bytes of an element."""
@@ -32,7 +39,7 @@ def _joined(parts, COUNT: tl.constexpr):
 @triton.jit(do_not_specialize=["signs", "found", "largest"])
 def counted(
     x, signs, counts, found, largest, rows, columns,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Add one digit, WIDTH bits from SHIFT on, of the magnitudes of x [rows, columns] to a histogram.
 
@@ -42,12 +49,13 @@ def counted(
     with the first digit.
     """
     FIRST: tl.constexpr = SHIFT + WIDTH == 31
-    slab, first = place(columns, COLUMNS)
+    first_row, first = place(rows, columns, 16, COLUMNS)
+    slab = first_row // 16
     column = first + tl.arange(0, COLUMNS)
     loaded = load_slab(x, slab, column, rows, columns)
     height = rows
     if signs is not None:
-        loaded = rotate(loaded, signs)
+        loaded = rotate(loaded, signs, True)
         height = tl.cdiv(rows, 16) * 16
     if FIRST:
         tl.atomic_max(largest, tl.max(largest_of(loaded), axis=0))

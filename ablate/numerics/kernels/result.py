@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.nvfp4 import bits_of, nearest_bf16, to_float
+from ablate.numerics.kernels.general_triton import nearest_bf16, stored, to_float
 
 SIZE = 4096
 """Elements of a program."""
@@ -33,10 +33,8 @@ def scaled(
         factor = tl.div_rn(numerator, divisor)
     product = tl.load(y + at, mask=inside, other=0.0) * factor
     if out.dtype.element_ty == tl.bfloat16:
-        # By the bits: the interpreter converts neither subnormals nor every NaN. 2^22 makes a NaN quiet.
-        bits = bits_of(nearest_bf16(product)) | tl.where(product != product, 0x400000, 0)
-        product = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(out + at, product, mask=inside)
+        product = nearest_bf16(product)
+    tl.store(out + at, stored(product, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
