@@ -117,6 +117,12 @@ BUILDS = {
         warps=4,
         constants={"FORM": operand("row_scaled", "fprop.x").constants["FIRST"]},
     ),
+    "general, rotation": Build(
+        "general_triton",
+        "turn",
+        warps=8,
+        constants={"FORM": general_cuda.described(NEAREST, 32, False), "BACK": False},
+    ),
     "general, amax of rotated": copies(None, (PRESETS["quartet2"]().products.wgrad.x, 128), kernel="amaxes"),
     "scale": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, "fp32"),
     "decode": Build("result", "decoded", "bf16", DECODED, "fp32"),

@@ -391,9 +391,8 @@ class EmulatedLinear(Replacement):
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
         """Return the sum of an operand's dequantised parts, rotated back, fp32 [rows, width]."""
         padded = width if rotation is None else width + -width % rotation.size
-        return self.rotated(sum(part.dequantize()[:, :padded] for part in parts), slot, rotation, back=True)[
-            :, :width
-        ]
+        first, *others = (part.dequantize()[:, :padded] for part in parts)
+        return self.rotated(sum(others, first), slot, rotation, back=True)[:, :width]
 
     def weight_cast(self) -> Operand:
         """Return the weight as fprop would quantise it now, without what a transform takes out of it. Its

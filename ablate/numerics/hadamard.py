@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.numerics import choices
-from ablate.numerics.kernels import general
+from ablate.numerics.kernels import general, general_cuda
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.spec import Hadamard
 
@@ -105,6 +105,8 @@ def rotate(
     `clock` is needed if the signs are drawn; `where` is the draw site of the product. R R^T = I holds exactly
     for sizes 4, 16 and 64, whose factor 1 / sqrt(size) is a power of two.
     """
+    if general_cuda.can_rotate(z, spec.size):
+        return general_cuda.rotate(z, signs(spec, torch.device("cpu"), clock, where), back)
     flips = signs(spec, z.device, clock, where)
     if general.can_rotate(z):
         return general.rotate(z, flips, back)

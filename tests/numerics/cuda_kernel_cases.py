@@ -553,6 +553,25 @@ def test_a_form_whose_bits_differ_is_left_to_the_reference(capsys, monkeypatch):
     assert launched.call_count == 3  # a check, and two that use it
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "down", "back"),
+    some(
+        itertools.product(general_cuda.SIZES, (torch.bfloat16, torch.float32), (False, True), (False, True)),
+        5,
+        seed=1,
+    ),
+)
+def test_a_rotation_alone_is_the_references(size, dtype, down, back):
+    """There and back, by rows and by columns of memory, ragged."""
+    spec, x = Hadamard(size=size, signs="per_call"), drawn((37, 150), "mixed", dtype)
+    x, given = (x.t(), x.to(DEVICE).t()) if down else (x, x.to(DEVICE))
+    with mock.patch.object(cuda, "runs_on", return_value=False), builds.using(None):
+        expected = rotate(x, spec, CLOCK, PRODUCT, back=back)
+    with mock.patch.object(general_cuda, "rotate", wraps=general_cuda.rotate) as launched:
+        assert same(rotate(given, spec, CLOCK, PRODUCT, back=back).cpu(), expected)
+    assert launched.called
+
+
 def test_signs_become_words():
     for size in general_cuda.SIZES:
         flips = signs(Hadamard(size=size, signs="per_call"), CPU, CLOCK, PRODUCT)

@@ -14,8 +14,10 @@ import torch
 from support.cases import dealt
 from support.triton_cases import run_cases
 
+from ablate.numerics.hadamard import butterflies
 from ablate.numerics.kernels import cuda
 from ablate.numerics.kernels.launch_errors import reason
+from ablate.numerics.quantize import pad
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kernel_code import BUILDS, CAPABILITIES, compiled, machine_code
@@ -199,8 +201,10 @@ def test_the_digests_of_a_trial_launch_are_those_of_the_reference():
     x = cuda.trial_matrix()
     magnitudes = x.float().abs().flatten().sort().values
     ordered = magnitudes[cuda.TRIAL_RANK - 1], magnitudes[-1]
+    flips, turned = torch.tensor(cuda.TRIAL_SIGNS), pad(x.t().float(), 1, 64).view(-1, 64)
     factor = ordered[0] * ordered[1] / torch.tensor(cuda.TRIAL_DIVISOR)
     assert {
         "counted": cuda.digest(*(each.view(1) for each in ordered)),
         "scaled": cuda.digest((x.float() * factor).bfloat16()),
+        "turned": cuda.digest(butterflies(turned * flips).bfloat16().view(272, 64)),
     } == cuda.TRIAL

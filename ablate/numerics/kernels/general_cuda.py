@@ -7,7 +7,7 @@ tensor on the device, which is not read here: nothing waits.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 
@@ -335,6 +335,26 @@ def _statistic(memory: Tensor, form: Form, largest: Tensor | None) -> tuple[Tens
         assert p is not None
         return cuda.percentile(memory, form.words[0] if form.size else None, p)
     return largest if form.statistic is None else form.statistic(largest), largest
+
+
+def can_rotate(x: Tensor, size: int) -> bool:
+    """Return True if `rotate` can compute this: bf16 or fp32 on a GPU."""
+    return size in SIZES and cuda.can_take(x)
+
+
+def rotate(x: Tensor, flips: Tensor, back: bool) -> Tensor:
+    """Return x [rows, columns] rotated along its columns, padded with zeros, stored as x is. `flips` are the
+    signs, fp32 [size] of +1 and -1 on the CPU, a size of SIZES; `back`: by the transpose."""
+    down, (lines, length), size = not x.is_contiguous(), x.shape, len(flips)
+    # By tiles: slabs hold groups of sixteen alone.
+    width, form = length + -length % size, replace(described(Quant(), size, down), slab=False)
+    out, memory = _laid(lines, width, down, x.dtype, x.device), x.t() if down else x
+    grid, options = launch(memory.shape, [form])
+    with torch.cuda.device_of(x):
+        code().turn[grid](
+            memory, out.t() if down else out, lines, length, width, *sign_words(flips), form, back, **options
+        )
+    return out
 
 
 def _laid(rows: int, columns: int, down: bool, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -134,21 +134,26 @@ def sum_of_sixteen(z, NUMBER: tl.constexpr):
 
 
 @triton.jit
-def rotated(z, words, FORM: tl.constexpr, BF16: tl.constexpr):
-    """Rotate: signs, butterflies by distance, the factor, one rounding if x is bf16, in hadamard.py's order.
+def rotated(z, words, FORM: tl.constexpr, BF16: tl.constexpr, BACK: tl.constexpr = False):
+    """Rotate: signs, butterflies by distance, the factor, one rounding if x is bf16, in hadamard.py's order;
+    BACK: the signs last.
 
     Bit r % 32 of word r // 32 is 1 if element r of a group is negated.
     """
     place = tl.arange(0, LENGTH) % FORM.turn
     low, high = tl.where(place < 32, words[0], words[1]), tl.where(place < 96, words[2], words[3])
-    flips = tl.where(place < 64, low, high) >> place % 32 << 31
-    z = tl.reshape(float_of(bits_of(z) ^ flips[None, :]), (LINES * LENGTH,))
+    flips = (tl.where(place < 64, low, high) >> place % 32 << 31)[None, :]
+    if not BACK:
+        z = float_of(bits_of(z) ^ flips)
+    z = tl.reshape(z, (LINES * LENGTH,))
     levels: tl.constexpr = FORM.turn_levels
     for level in tl.static_range(levels):
         first, second = pairs(z, LINES * LENGTH >> level + 1, 1 << level)
         both = tl.join(first + second, first - second)
         z = tl.reshape(tl.permute(both, (0, 2, 1)), (LINES * LENGTH,))
     z = tl.reshape(z * FORM.turn_factor, (LINES, LENGTH))
+    if BACK:
+        z = float_of(bits_of(z) ^ flips)
     return nearest_bf16(z) if BF16 else z
 
 
@@ -675,3 +680,17 @@ def cast(
                 x, other_values, other_scales, other_outer, other_largest, lines, rows, other_width,
                 words, draw, OTHER,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def turn(
+    x, values, lines, length, width, word0, word1, word2, word3, FORM: tl.constexpr, BACK: tl.constexpr
+):  # fmt: skip
+    """Rotate x by FORM, to `values` [lines, width], or BACK."""
+    first_line, first = place_of_tile(lines, length, FORM.down)
+    z = load_tile(x, first_line, first, lines, length, FORM.down)
+    z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty == tl.bfloat16, BACK)
+    line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
+    known = (line < lines)[:, None] & (column < width)[None, :]
+    at = places(line, column, lines, width, FORM.down)
+    tl.store(values + at, stored(z, values.dtype.element_ty), mask=known)
