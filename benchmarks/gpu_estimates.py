@@ -1,11 +1,15 @@
-"""Estimated time of a transformer block's training step on GPUs, by preset: never measured.
+"""Estimated time of a transformer block's training step on GPUs, by preset, and the error of the estimate.
 
     python benchmarks/gpu_estimates.py          # the table of docs/project/benchmarks.md
 
 A kernel takes the longest of three: its bytes at the memory's speed, its instructions at the speed at which
 they are issued, its multiplications at the peak of the tensor cores (fp32: of the other cores). A block takes
-the sum over its kernels, plus a fixed time for each launch. All are lower bounds: no kernel reaches these
-peaks.
+the sum over its kernels, plus a fixed time for each launch. That is a lower bound: no kernel reaches these
+peaks. Steps that were measured take longer by one factor, which the times of the table contain.
+
+gpu_measured.csv has the steps of 2026-11-26 and 27, measured and estimated: the lower bound from the counts
+of 2026-11-24, which are those of the code that ran. Whole steps are in ms. What is given as a multiple of
+bf16 has other sizes, and the estimate is that of a block; of the two blocks of four_over_six, one is in bf16.
 
 gpu_counts.csv has the kernels of one more block of a gpt of width 2048 in a step of 8,192 tokens, by
 gpu_counts.py, and kernel_code.json the instructions of ours, by kernel_code.py. The estimate leaves out waits
@@ -15,6 +19,7 @@ for the device and the instructions of torch's own kernels.
 import csv
 import json
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from ablate.verification.gpu_peaks import known
@@ -71,6 +76,26 @@ def instructions() -> dict[tuple[str, str], float]:
     return {(row["kernel"], row["target"]): row["instructions per element"] for row in rows}
 
 
+class Error(NamedTuple):
+    """Error of estimates that were measured."""
+
+    number: int
+    factor: float
+    """Geometric mean of measured by estimated."""
+    least: float
+    """Smallest and largest of measured by estimated, by this factor."""
+    most: float
+
+
+def error(unit: str) -> Error:
+    """Return the error of the estimates of whole steps, in `ms`, or of multiples, `of bf16`."""
+    with (HERE / "gpu_measured.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["unit"] == unit]
+    ratios = [float(row["measured"]) / float(row["estimated"]) for row in rows]
+    factor = geometric_mean(ratios)
+    return Error(len(rows), factor, min(ratios) / factor, max(ratios) / factor)
+
+
 class Estimate(NamedTuple):
     """Work of a block's step, and its time."""
 
@@ -110,27 +135,32 @@ def estimate(kernels: list[Kernel], card: Card, issued: dict[tuple[str, str], fl
 
 
 def table() -> list[str]:
-    """Return the lines of a table in Markdown: work of a block, and its time as a multiple of bf16's.
-
-    Presets with equal figures share a row; bf16's times are in milliseconds.
-    """
-    issued, kernels = instructions(), counts()
-    base = {name: estimate(kernels["bf16"], card, issued).seconds for name, card in CARDS.items()}
-    heads = ["preset", "launches (waits)", "GB", *CARDS]
+    """Return the lines of a table in Markdown: work of a block, and its time in milliseconds, with the factor
+    of the steps that were measured. Presets with equal figures share a row."""
+    issued, kernels, factor = instructions(), counts(), error("ms").factor
+    heads = ["preset", "launches (waits)", "GB", *(f"{name}, ms" for name in CARDS), "measured"]
     rows: dict[tuple[str, ...], list[str]] = {}
     for preset, mine in kernels.items():
         ones = {name: estimate(mine, card, issued) for name, card in CARDS.items()}
         work = ones["H100"]
         waits = f" ({work.waits})" if work.waits else ""
-        times = [
-            f"{1000 * one.seconds:.1f} ms" if preset == "bf16" else f"{one.seconds / base[name]:.2f}"
-            for name, one in ones.items()
-        ]
-        row = f"{work.launches:,}{waits}", f"{work.bytes / 1e9:.1f}", *times
+        times = [f"{1000 * factor * one.seconds:.1f}" for one in ones.values()]
+        row = f"{work.launches:,}{waits}", f"{work.bytes / 1e9:.1f}", *times, "not measured"
         rows.setdefault(row, []).append(f"`{preset}`")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     return lines + [f"| {', '.join(presets)} | {' | '.join(row)} |" for row, presets in rows.items()]
 
 
+def errors() -> list[str]:
+    """Return sentences on the error of the estimates that were measured."""
+    steps, multiples = error("ms"), error("of bf16")
+    return [
+        f"{steps.number} whole steps took {steps.factor:.2f} times the lower bound,"
+        f" each {steps.least:.2f} to {steps.most:.2f} times that.",
+        f"{multiples.number} multiples of bf16 were {multiples.factor:.2f} times the estimated ones,"
+        f" each {multiples.least:.2f} to {multiples.most:.2f} times that.",
+    ]
+
+
 if __name__ == "__main__":
-    print(*table(), sep="\n")
+    print(*table(), "", *errors(), sep="\n")

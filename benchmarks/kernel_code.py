@@ -3,8 +3,8 @@
     python benchmarks/kernel_code.py [--json benchmarks/kernel_code.json] [capability ...]
 
 Prints a line per kernel and compute capability: registers, spilled bytes and machine instructions (SASS) per
-element, an upper bound since the slow paths of divisions count as if they were taken. The committed table is
-that of the capabilities in CAPABILITIES.
+element, an upper bound since the slow paths of divisions count as if they were taken. The committed table has
+the targets of gpu_estimates.py: `kernel_code.py --json benchmarks/kernel_code.json sm_90a sm_100a sm_120a`.
 
 tests/numerics/test_cuda_kernels.py uses the same builds, and checks the instructions.
 """

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,28 +17,13 @@ from torch import Tensor
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cuda, forms, general, general_cuda
+from ablate.numerics.kernels.cpu import Made
 from ablate.numerics.kernels.launch_errors import reason
 from ablate.numerics.philox import GROUP, Clock
 from ablate.numerics.scaling import outer_statistic
 from ablate.numerics.spec import Hadamard, Outer, Quant, statistic_of, tag
 
 CPU = torch.device("cpu")
-
-
-class Result(Protocol):
-    """Parts of an operand that are compared."""
-
-    @property
-    def values(self) -> Tensor: ...
-
-    @property
-    def amax(self) -> Tensor | None: ...
-
-    @property
-    def block_scale(self) -> Tensor | None: ...
-
-    @property
-    def largest(self) -> Tensor | None: ...
 
 
 Value = TypeVar("Value")
@@ -61,8 +46,8 @@ def quantize(
     keep: bool,
     reduced: Tensor | None,
     reference: Reference,
-) -> tuple[cuda.Quantized, Tensor | None] | None:
-    """Return a quantised copy and, with `keep`, the rotated tensor; None if no kernel makes it.
+) -> Made | None:
+    """Return a quantised copy, with `keep` the rotated tensor in it; None if no kernel makes it.
 
     A rotation that the kernels lack, or whose result is to be kept, is computed before them. A source that is
     to be kept is not padded. The other arguments are those of `quantize.quantize`; `reduced` is the amax of
@@ -83,7 +68,7 @@ def quantize(
         if x.is_contiguous()
         else _made(x.t(), None, form, clock, reference)
     )
-    return made and (made[0], x if keep else None)
+    return made[0]._replace(source=x if keep else None) if made else None
 
 
 def quantize_both(
@@ -95,7 +80,7 @@ def quantize_both(
     products: Pair[int],
     histories: Pair[History | None],
     reference: Reference,
-) -> list[cuda.Quantized] | None:
+) -> list[Made] | None:
     """Return x quantised, and x.t(), by one launch; None if no kernel makes both at once.
 
     The arguments are those of `quantize.quantize_both`.
@@ -139,7 +124,7 @@ def _made(
     other: general_cuda.Form | None,
     clock: Clock | None,
     reference: Reference,
-) -> list[cuda.Quantized] | None:
+) -> list[Made] | None:
     """Return the copies, which `general_cuda.quantize` makes; None if their bits are not the reference's."""
     plain = [form and (_plain(form.quant), form.size) for form in (first, other)]
     agreed = agrees(memory.device, memory.dtype, *plain, reference)
@@ -201,11 +186,11 @@ def different(
     ]
     try:
         asked = [
-            copy and _form(x, copy[0], rotation, clock, where, 0, None, None)
+            _form(x, copy[0], rotation, clock, where, 0, None, None) if copy else None
             for copy, rotation in zip(copies, rotations, strict=True)
         ]
-        made = general_cuda.quantize(x.to(device), *asked, clock)
-        found = [cuda.digest(*_parts(one)) for one in made]
+        made = general_cuda.quantize(x.to(device), asked[0], asked[1], clock)
+        found = [_bits(one) for one in made]
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
     theirs = [
@@ -213,10 +198,10 @@ def different(
         for z, copy, rotation in zip((x, x.t()), copies, rotations, strict=True)
         if copy
     ]
-    same = found == [cuda.digest(*_parts(one)) for one in theirs]
-    return "" if same else "its bits differ from the reference's"
+    return "" if found == [*map(_bits, theirs)] else "its bits differ from the reference's"
 
 
-def _parts(made: Result) -> list[Tensor]:
+def _bits(made: Any) -> str:
+    """Return a digest of a copy, or of an operand."""
     parts = made.values, made.amax, made.block_scale, made.largest
-    return [part.reshape(-1) for part in parts if part is not None]
+    return cuda.digest(*(part.reshape(-1) for part in parts if part is not None))

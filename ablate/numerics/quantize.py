@@ -235,11 +235,10 @@ def quantize_both(
     `x` is [rows, columns], bf16 or fp32, on a GPU. The other arguments are those of `quantize` for each.
     """
     made = on_gpu.quantize_both(x, quants, rotations, clock, where, products, histories, quantize)
-    return made and (_device_operand(made[0], quants[0]), _device_operand(made[1], quants[1]))
-
-
-def _device_operand(made: cuda.Quantized, quant: Quant, source: Tensor | None = None) -> Operand:
-    return Operand(made.values, quant, made.amax, made.block_scale, made.largest, source)
+    if made is None:
+        return None
+    one, other = (Operand(copy.values, quant, *copy[1:]) for copy, quant in zip(made, quants, strict=True))
+    return one, other
 
 
 def _compiled(
@@ -259,7 +258,7 @@ def _compiled(
         on_device = on_gpu.quantize(
             x, quant, rotation, clock, where, product, history, keep, reduced, quantize
         )
-        return on_device and _device_operand(on_device[0], quant, on_device[1])
+        return on_device and Operand(on_device.values, quant, *on_device[1:])
     if x.device.type != "cpu" or (reduced is not None and not reduced.isfinite()):
         return None  # the device is asked before the number, which a GPU would have to be waited for
     nvidia = cpu.can_quantize(x, quant, rotation)
@@ -272,7 +271,7 @@ def _compiled(
     else:
         turned, size = (rotate(x, rotation, clock, product), rotation.size) if rotation else (x, 0)
         made = general.quantize(turned, quant, size, clock, where, keep, statistic)
-    return made and Operand(made.values, quant, made.amax, made.block_scale, made.largest, made.source)
+    return made and Operand(made.values, quant, *made[1:])
 
 
 def _statistic(

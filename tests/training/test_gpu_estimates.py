@@ -62,10 +62,20 @@ def test_the_counts_of_nvfp4_are_those_of_the_code():
     assert list(csv.DictReader(io.StringIO(done.stdout))) == committed
 
 
+def test_the_error_of_the_estimates_is_that_of_the_measured_steps():
+    steps, multiples = gpu_estimates.error("ms"), gpu_estimates.error("of bf16")
+    assert (steps.number, multiples.number) == (4, 13)
+    product = (35.7 / 20.6) * (52.0 / 26.6) * (39.7 / 24.8) * (56.8 / 31.7)
+    assert steps.factor == pytest.approx(product**0.25)
+    assert steps.most == pytest.approx(52.0 / 26.6 / steps.factor)
+    assert multiples.least == pytest.approx(3.35 / 5.01 / multiples.factor)
+
+
 def test_the_page_has_lines_that_the_program_prints():
-    """The page has the head and the lines of some presets."""
+    """The page has the head, the lines of some presets, and the error of the estimate."""
     page = (ROOT / "docs" / "project" / "benchmarks.md").read_text()
     head, *printed = gpu_estimates.table()
+    assert all(sentence in " ".join(page.split()) for sentence in gpu_estimates.errors())
     written = page.partition(f"{head}\n")[2].partition("\n\n")[0].splitlines()
     assert len(written) > 5
     assert written == [line for line in printed if line in written]

@@ -39,8 +39,8 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
 
 
 class Made(NamedTuple):
-    """Result of `quantize`. Values are [rows, columns padded to blocks], bf16 or, of a wide form, fp32; block
-    scales are fp32 [row tiles, 1, column tiles, 1]."""
+    """A quantised copy, on the device of x. Values are [rows, columns padded to blocks], bf16 or, of a wide
+    form, fp32; block scales are fp32 [row tiles, 1, column tiles, 1]."""
 
     values: Tensor
     amax: Tensor | None

@@ -12,11 +12,8 @@ nothing.
 """
 
 import hashlib
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from threading import Lock
 from types import ModuleType
@@ -32,20 +29,6 @@ EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 twice, and no subnormals flushed to zero, which would lose 1 / S of a tiny tensor."""
 Statistic = Callable[[Tensor], Tensor]
 """Outer statistic, fp32 scalar on the device, as a function of the largest magnitude of what is quantised."""
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """A quantised copy, all on the device."""
-
-    values: Tensor
-    """bf16, or fp32 if `Quant.wide`, [rows, columns padded to whole blocks and to 16]."""
-    amax: Tensor | None
-    """Outer statistic, fp32 scalar, or [rows, 1]; None without one that is kept apart."""
-    block_scale: Tensor | None
-    """fp32 [row tiles, 1, column tiles, 1]; None without block scales."""
-    largest: Tensor
-    """Largest magnitude, or NaN, fp32 scalar."""
 
 
 @cache
@@ -113,7 +96,7 @@ def problem(device: torch.device) -> str:
 
     Triton compiles on the user's machine, with a compiler, headers and a driver that this project does not
     choose. So nothing trusts a kernel before its bits were once those of the reference in this process;
-    `on_gpu.trusted` looks at each form of the quantisers. The device is a GPU, or a CPU in Triton's
+    `on_gpu.agrees` looks at each form of the quantisers. The device is a GPU, or a CPU in Triton's
     interpreter.
     """
     from ablate.numerics.kernels import general_cuda
@@ -228,36 +211,25 @@ _zeroed: dict[tuple[torch.device, int], list[Tensor]] = {}
 _taking = Lock()
 
 
-def zeros(device: torch.device) -> Tensor:
-    """Return three int32 zeros for the atomics of a kernel, without a launch for most calls.
+def zeros(number: int, device: torch.device) -> Tensor:
+    """Return up to four int32 zeros for the atomics of a kernel, without a launch for most calls.
 
     A launch costs a GPU as much for one word as for many, and each quantised operand needs a word or two. A
     graph that is being captured sets its own words to zero, since it is replayed.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(3, dtype=torch.int32, device=device)
+        return torch.zeros(number, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     with _taking, torch.inference_mode(False):
         words = _zeroed.setdefault(key, [])
         if not words:
             words[:] = torch.zeros(_ZEROED, dtype=torch.int32, device=device).split(4)
-        return words.pop()[:3]
+        return words.pop()[:number]
 
 
 def forget_zeros() -> None:
     """Forget the words that are left, which are those of a device that is no more."""
     _zeroed.clear()
-
-
-def percentile(x: Tensor, signs: int | None, p: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the order statistic ceil(p n) of the magnitudes of x, as it lies in memory, and the largest one:
-    fp32 scalars, NaN where the rank falls on one.
-
-    x is bf16 or fp32 [rows, columns], contiguous, and bf16 if it is rotated. `signs` are those of a rotation
-    of the columns, which is then padded to sixteen rows, all of which count. p is above 0, at most 1.
-    """
-    rows = x.shape[0] if signs is None else x.shape[0] + -x.shape[0] % 16
-    return order_statistic(x, signs, math.ceil(p * (rows * x.shape[1])))
 
 
 def can_order(x: Tensor) -> bool:
@@ -266,7 +238,9 @@ def can_order(x: Tensor) -> bool:
 
 
 def order_statistic(x: Tensor, signs: int | None, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the magnitude of a rank, counted from 1, and the largest one, as `percentile` does."""
+    """Return the magnitude of a rank, counted from 1, and the largest one: fp32 scalars, NaN where the rank
+    falls on one. x is bf16 or fp32 [rows, columns], contiguous, and bf16 if it is rotated: `signs` are those
+    of a rotation of the columns, which is then padded to sixteen rows, all of which count."""
     from ablate.numerics.kernels import order_statistic as device_code
 
     digits = device_code.DIGITS[x.element_size()]

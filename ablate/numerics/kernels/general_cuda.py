@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES, Format
 from ablate.numerics.kernels import cuda
+from ablate.numerics.kernels.cpu import Made
 from ablate.numerics.philox import GROUP, Clock
 from ablate.numerics.scaling import round_scale
 from ablate.numerics.select import INT_STEP
@@ -23,6 +24,7 @@ from ablate.numerics.spec import Quant, Select, argument, tag
 
 SIZES = (16, 32, 64, 128)
 """Rotations that the kernel makes: groups of a tile's elements, and whole groups of random bits."""
+NO_WORDS = 0, 0, 0, 0
 Words = tuple[int, int, int, int]
 """Signs of a rotation: bit r % 32 of word r // 32 is 1 if element r of a group is negated."""
 
@@ -182,7 +184,7 @@ class Form:
     quant: Quant
     size: int = 0
     """Size of the rotation; 0: none."""
-    words: Words = (0, 0, 0, 0)
+    words: Words = NO_WORDS
     """Signs of the rotation."""
     where: int = 0
     """Draw site."""
@@ -190,60 +192,11 @@ class Form:
     """Outer statistic of a tensor; None: that which the quantiser names, `amax` or `percentile`."""
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A copy that a launch makes: its form, its description, and its memory on the device."""
-
-    form: Form
-    description: Description
-    values: Tensor
-    """[lines, padded contraction]."""
-    scales: Tensor | None
-    outer: Tensor | None
-    word: Tensor | None
-    """int32, 0 at first, which gets the bits of the largest magnitude; None: that is known before."""
-    largest: Tensor
-    """fp32 scalar."""
-
-    @classmethod
-    def of(cls, memory: Tensor, form: Form, down: bool, largest: Tensor | None) -> "Copy":
-        """Return the memory of one copy of x, as it lies in memory. `largest` is its amax, if it is known."""
-        quant, description = form.quant, described(form.quant, form.size, down)
-        lines, length = memory.shape[::-1] if down else memory.shape
-        turned = length + -length % (form.size or 1)
-        width = turned + -turned % math.lcm(description.block, GROUP)
-        dtype, tall = torch.float32 if quant.wide else torch.bfloat16, -(-lines // description.rows)
-        scales = quant.scale and _laid(tall, width // description.block, down, torch.float32, memory.device)
-        word = None if description.outer == "tensor" else cuda.zeros(memory.device)[0]
-        outer = None
-        if description.outer == "row":
-            outer = torch.empty(lines, 1, dtype=torch.float32, device=memory.device)
-            grid, options = (-(-lines // code().LINES.value),), launch(memory.shape, [description])[1]
-            code().row_amaxes[grid](memory, outer, lines, length, *form.words, description, **options)
-        elif word is None:
-            outer, largest = _statistic(memory, form, largest)
-        largest = largest if word is None else word.view(torch.float32)
-        assert largest is not None
-        values = _laid(lines, width, down, dtype, memory.device)
-        return cls(form, description, values, scales, outer, word, largest)
-
-    def arguments(self) -> list[object]:
-        """Return the arguments of `cast` for this copy."""
-        values = self.values.t() if self.description.down else self.values
-        words = *self.form.words, cuda.signed_word(self.form.where)
-        return [values, self.scales, self.outer, self.word, self.values.shape[1], *words]
-
-    def quantized(self) -> cuda.Quantized:
-        """Return the copy, once it is made."""
-        scales = None if self.scales is None else self.scales[:, None, :, None]
-        return cuda.Quantized(self.values, self.outer, scales, self.largest)
-
-
-NO_COPY = [None, None, None, None, 0, 0, 0, 0, 0, 0]
+NO_COPY = [None, None, None, None, 0, *NO_WORDS, 0]
 """Arguments of `cast` for a copy that is not made."""
 
 
-def quantize(x: Tensor, first: Form | None, other: Form | None, clock: Clock | None) -> list[cuda.Quantized]:
+def quantize(x: Tensor, first: Form | None, other: Form | None, clock: Clock | None) -> list[Made]:
     """Quantise a matrix as it lies in memory, along its rows by `first`, and its transpose by `other`.
 
     Args:
@@ -258,14 +211,43 @@ def quantize(x: Tensor, first: Form | None, other: Form | None, clock: Clock | N
     with torch.cuda.device_of(x):
         largest = _amaxes(x, (first, other))
         copies = [
-            Copy.of(x, form, down, one) if form else None
+            _copy(x, form, down, one) if form else None
             for form, down, one in zip((first, other), (False, True), largest, strict=True)
         ]
-        arguments = [each for copy in copies for each in (copy.arguments() if copy else NO_COPY)]
-        forms = [copy and copy.description for copy in copies]
+        arguments = [each for copy in copies for each in (copy[0] if copy else NO_COPY)]
+        forms = [copy[1] if copy else None for copy in copies]
         grid, options = launch(x.shape, forms)
         code().cast[grid](x, *x.shape, x.shape[1], *arguments, *cuda.draws(clock), *forms, **options)
-    return [copy.quantized() for copy in copies if copy]
+    return [copy[2] for copy in copies if copy]
+
+
+def _copy(
+    x: Tensor, form: Form, down: bool, largest: Tensor | None
+) -> tuple[list[object], Description, Made]:
+    """Return what `cast` takes of one copy, and the copy, whose values it then writes. `largest` is the amax
+    of the tensor, if it is known."""
+    quant, description = form.quant, described(form.quant, form.size, down)
+    lines, length = x.shape[::-1] if down else x.shape
+    turned = length + -length % (form.size or 1)
+    width = turned + -turned % math.lcm(description.block, GROUP)
+    values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
+    scales, word, outer = None, None, None
+    if quant.scale is not None:
+        tall = -(-lines // description.rows)
+        scales = _laid(tall, width // description.block, down, torch.float32, x.device)
+    if description.outer == "tensor":
+        outer, largest = _statistic(x, form, largest)
+    else:
+        word = cuda.zeros(1, x.device)[0]
+        largest = word.view(torch.float32)
+    if description.outer == "row":
+        outer = torch.empty(lines, 1, dtype=torch.float32, device=x.device)
+        grid, options = (-(-lines // code().LINES.value),), launch(x.shape, [description])[1]
+        code().row_amaxes[grid](x, outer, lines, length, *form.words, description, **options)
+    stored = values.t() if down else values
+    arguments = [stored, scales, outer, word, width, *form.words, cuda.signed_word(form.where)]
+    blocks = None if scales is None else scales[:, None, :, None]
+    return arguments, description, Made(values, outer, blocks, largest, None)
 
 
 Both = Sequence[Description | None]
@@ -311,29 +293,26 @@ def _by_amax(quant: Quant) -> bool:
 
 
 def amaxes(x: Tensor, first: Form | None, other: Form | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the amax of x [rows, columns], of x rotated along its rows and along its columns: fp32 scalars,
-    NaN if there is one, the last two 0 without such a rotation."""
-    bits, words = (
-        cuda.zeros(x.device),
-        [word for form in (first, other) for word in (form or Form(Quant())).words],
-    )
-    forms = [
-        form and described(form.quant, form.size, down) for form, down in ((first, False), (other, True))
-    ]
-    grid, options = launch(x.shape, forms)
+    """Return the amax of x [rows, columns], of x rotated along its rows by `first`, and down its columns by
+    `other`: fp32 scalars, NaN if there is one. Without a rotation, its number means nothing."""
+    copies = (first, False), (other, True)
+    forms = [described(form.quant, form.size, down) if form else None for form, down in copies]
+    words = [word for form, _ in copies for word in (form.words if form else NO_WORDS)]
+    bits, (grid, options) = cuda.zeros(3 if first else 2, x.device), launch(x.shape, forms)
     with torch.cuda.device_of(x):
         code().amaxes[grid](x, bits, *x.shape, x.shape[1], *words, *forms, **options)
-    plain, turned, other_turned = bits.view(torch.float32).unbind()
-    return plain, turned, other_turned
+    plain, down, *along = bits.view(torch.float32).unbind()
+    return plain, along[0] if along else plain, down
 
 
 def _statistic(memory: Tensor, form: Form, largest: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the outer statistic of a tensor's copy, and its largest magnitude."""
     assert form.quant.outer is not None
-    if largest is None:  # a percentile, which a statistic from outside does not replace
-        p = argument(form.quant.outer.statistic)
+    if largest is None:  # a percentile: of a rotated copy, what the padding to sixteen rows became counts
+        p, (rows, columns) = argument(form.quant.outer.statistic), memory.shape
         assert p is not None
-        return cuda.percentile(memory, form.words[0] if form.size else None, p)
+        rank = math.ceil(p * (rows + (-rows % 16 if form.size else 0)) * columns)
+        return cuda.order_statistic(memory, form.words[0] if form.size else None, rank)
     return largest if form.statistic is None else form.statistic(largest), largest
 
 

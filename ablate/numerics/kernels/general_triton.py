@@ -598,18 +598,18 @@ def amaxes(
     x, out, rows, columns, lines, word0, word1, word2, word3,
     other_word0, other_word1, other_word2, other_word3, FIRST: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Find the amaxes of x [rows, columns], of x rotated along its rows by FIRST, and down its columns by
-    OTHER: their bits, `out` [3], int32 zeros at first. `lines` is `columns`."""
+    """Find the amaxes of x [rows, columns], of x rotated down its columns by OTHER, and along its rows by
+    FIRST: their bits, `out` [3], or [2] without FIRST, int32 zeros at first. `lines` is `columns`."""
     bf16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     if FIRST is not None:
-        amaxes_of_tile(x, out, out + 1, rows, columns, (word0, word1, word2, word3), bf16, FIRST)
+        amaxes_of_tile(x, out, out + 2, rows, columns, (word0, word1, word2, word3), bf16, FIRST)
     if OTHER is not None:
         plain = out if FIRST is None else None
         if OTHER.slab:
-            amaxes_of_slab(x, plain, out + 2, rows, columns, other_word0, bf16)
+            amaxes_of_slab(x, plain, out + 1, rows, columns, other_word0, bf16)
         else:
             words = other_word0, other_word1, other_word2, other_word3
-            amaxes_of_tile(x, plain, out + 2, lines, rows, words, bf16, OTHER)
+            amaxes_of_tile(x, plain, out + 1, lines, rows, words, bf16, OTHER)
     elif FIRST is None:
         amaxes_of_slab(x, out, None, rows, columns, word0, bf16)
 
