@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 Value = TypeVar("Value")
 Pair = tuple[Value, Value]
-"""What belongs to the copy of a tensor and to that of its transpose."""
+"""One for the copy of a tensor, and one for that of its transpose."""
 Turned = tuple[Quant, int]
 """Form, and the size of the rotation inside the kernel; 0: none."""
 Reference = Callable[..., Any]

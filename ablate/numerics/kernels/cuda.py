@@ -1,4 +1,4 @@
-"""What the kernels for CUDA tensors share: whether they run here, products' scaling, order statistics.
+"""Kernels for CUDA tensors: whether they run here, scaling of products, order statistics.
 
 general_cuda.py has the quantisers. Nothing here waits for the device.
 
