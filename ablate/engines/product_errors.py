@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ablate.engines.emulated_layer import EmulatedLinear, Redrawn
-from ablate.engines.products import Kept, backward, forward
+from ablate.engines.products import Casting, Kept, Redrawing, backward, forward
 from ablate.numerics.product import product
 from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, bounded, compared, spread
 from ablate.numerics.quantize import Operand
@@ -43,15 +42,13 @@ class ProductError(NamedTuple):
         return Expected.of(self.drawn, self.spread, self.slack, alpha)
 
 
-def of_output(
-    layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor, y: Tensor
-) -> Iterator[ProductError]:
+def of_output(layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> Iterator[ProductError]:
     """Yield the error of fprop, if an operand of it is quantised. The layer's clock is at the call; x
     [tokens, in] and w [out, in] are unquantised; y [tokens, out] is the measured output, without bias."""
     x, w = x.to(torch.bfloat16), w.detach().to(torch.bfloat16)
     if _quantised(products, "fprop"):
 
-        def again() -> tuple[Redrawn, Tensor]:
+        def again() -> tuple[Redrawing, Tensor]:
             other = layer.redrawn()
             return other, forward(other, products, x, w)[0]
 
@@ -59,7 +56,7 @@ def of_output(
 
 
 def of_gradients(
-    layer: EmulatedLinear,
+    layer: Casting,
     products: Products,
     x: Tensor,
     w: Tensor,
@@ -76,7 +73,7 @@ def of_gradients(
     x, w, dy = (z.detach().to(torch.bfloat16) for z in (x, w, dy))
     sources = {"dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}
 
-    def again(which: int) -> tuple[Redrawn, Tensor]:
+    def again(which: int) -> tuple[Redrawing, Tensor]:
         other = layer.redrawn()
         start: Kept = (x, w, None, None)
         if products.backward_needs:
@@ -92,12 +89,12 @@ def of_gradients(
 
 
 def _error(
-    layer: EmulatedLinear,
+    layer: Casting,
     products: Products,
     name: str,
     measured: Tensor,
     sources: tuple[Tensor, Tensor],
-    again: Callable[[], tuple[Redrawn, Tensor]],
+    again: Callable[[], tuple[Redrawing, Tensor]],
 ) -> ProductError:
     slack = slack_of(products, name, sources[0].shape[1])
     drawing = [quant for quant in _multiplied(products, name) if quant.draws]

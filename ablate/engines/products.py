@@ -9,19 +9,19 @@ compiled.py has the operator for torch.compile.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ablate.engines.ranks import Divided, Sharded
 from ablate.numerics import choices
 from ablate.numerics.estimators import slope
+from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Keep, Operand, pad
+from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import FORWARD_COPY, Products
-
-if TYPE_CHECKING:
-    from ablate.engines.emulated_layer import EmulatedLinear
 
 _GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM_OUTPUTS.items()}
 DTYPES = {word: getattr(torch, name) for word, name in (choices.DTYPES | _GEMM_DTYPES).items()}
@@ -42,7 +42,7 @@ class Probe(Protocol):
         """
         return
 
-    def output(self, layer: "EmulatedLinear", products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
+    def output(self, layer: "Casting", products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
         """Receive a forward pass, with its unquantised operands x [tokens, in] and w [out, in], and y
         [tokens, out] without the bias; the layer's clock is at the call. Not called if ranks divide the
         layer."""
@@ -50,7 +50,7 @@ class Probe(Protocol):
 
     def gradients(
         self,
-        layer: "EmulatedLinear",
+        layer: "Casting",
         products: Products,
         kept: "Kept",
         dy: Tensor,
@@ -62,13 +62,66 @@ class Probe(Protocol):
         return
 
 
+class Observed(Protocol):
+    """Probe and division of the tokens among ranks, as products see them."""
+
+    probe: Probe | None
+    divided: Divided | None
+
+
+class Casting(Protocol):
+    """A layer, as its products see it: its name, clock and context, and the casts of its operands. The
+    methods are those of `EmulatedLinear`, which documents them."""
+
+    name: str
+    clock: Clock
+    sharded: Sharded | None
+
+    @property
+    def context(self) -> "Observed": ...
+
+    @property
+    def divided(self) -> Divided | None: ...
+
+    def end_call(self, micro_batch: int) -> None: ...
+
+    def operand(
+        self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: Keep = False
+    ) -> list[Operand]: ...
+
+    def weight_operand(
+        self, slot: str, quant: Quant | None, rotation: Hadamard | None, weight: Tensor, keep: Keep = False
+    ) -> list[Operand]: ...
+
+    def gradients(
+        self, dy: Tensor, products: Products, dx: bool, dw: bool
+    ) -> tuple[list[Operand], list[Operand]]: ...
+
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor: ...
+
+    def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor: ...
+
+    def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor: ...
+
+    @property
+    def emulates(self) -> bool: ...
+
+    def redrawn(self) -> "Redrawing": ...
+
+
+class Redrawing(Casting, Protocol):
+    """A layer that keeps the operands that it multiplied last."""
+
+    multiplied: tuple[list[Operand], list[Operand]]
+
+
 class Call(torch.autograd.Function):
     """The autograd function of a call: fprop forward, dgrad and wgrad backward, which start from the saved x
     and w, or from their quantised forward copies, and quantise them again for each product."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, layer: "EmulatedLinear", products: Products, micro_batch: int
+        ctx: Any, x: Tensor, w: Tensor, layer: Casting, products: Products, micro_batch: int
     ) -> Tensor:
         with layer.clock.within(micro_batch):
             y, kept = forward(layer, products, x, w)
@@ -102,7 +155,7 @@ A slope is None if its cast passes the gradient straight through.
 """
 
 
-def forward(layer: "EmulatedLinear", products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
+def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
     """Compute fprop: y = x w^T [tokens, out] in the dtype of `x` [tokens, in], and the tensors that
     `backward` needs. w is [out, in]; of a sharded layer, this rank's rows."""
     xb, spec = x.to(torch.bfloat16), products.fprop
@@ -133,7 +186,7 @@ def forward(layer: "EmulatedLinear", products: Products, x: Tensor, w: Tensor) -
 
 
 def backward(
-    layer: "EmulatedLinear", products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
+    layer: Casting, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute dgrad and wgrad of the layer and products that `forward` was called with, from the tensors that
     it returned and `dy`, the gradient of the output [tokens, out].
@@ -172,14 +225,12 @@ def backward(
     return dx, dw
 
 
-def _watching(layer: "EmulatedLinear") -> Probe | None:
+def _watching(layer: Casting) -> Probe | None:
     """Return the probe that receives whole passes: none if ranks divide tokens or weight."""
     return None if layer.context.divided or layer.sharded else layer.context.probe
 
 
-def _product(
-    layer: "EmulatedLinear", name: str, a: list[Operand], b: list[Operand], out: torch.dtype
-) -> Tensor:
+def _product(layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
     """Return a b^T, rounded once to `out`, after the layer's probe has received it."""
     result = layer.multiply(a, b, out)
     if layer.context.probe is not None:
@@ -194,7 +245,7 @@ def _from_forward(products: Products, slot: str) -> bool:
 
 
 def _through(
-    gradient: Tensor, factor: Tensor | None, layer: "EmulatedLinear", slot: str, products: Products
+    gradient: Tensor, factor: Tensor | None, layer: Casting, slot: str, products: Products
 ) -> Tensor:
     """Return the gradient of a cast's input, given that of its output and the cast's slope `factor`. The
     product with the slope is taken in the rotated domain, where the cast was."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ablate import provenance
-from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import loads as loads_of
 from ablate.engines.product_errors import ProductError, of_gradients, of_output
-from ablate.engines.products import Kept, Probe
+from ablate.engines.products import Casting, Kept, Probe
 from ablate.engines.routing import Recorder
 from ablate.numerics.census import census
 from ablate.numerics.formats import element_format
@@ -238,7 +237,7 @@ class SlotErrors(Probe):
     def operand(self, layer: str, slot: str, operand: Operand) -> None:
         self._seen["quant", slot, layer] = quantisation(operand)
 
-    def output(self, layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
+    def output(self, layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
         """Measure fprop, and keep x and w if the backward pass of the recipe gets copies of them."""
         if not self._measures(layer):
             return
@@ -248,7 +247,7 @@ class SlotErrors(Probe):
 
     def gradients(
         self,
-        layer: EmulatedLinear,
+        layer: Casting,
         products: Products,
         kept: Kept,
         dy: Tensor,
@@ -258,10 +257,10 @@ class SlotErrors(Probe):
         if self._measures(layer) and x is not None and w is not None:
             self._add(layer, of_gradients(layer, products, x, w, kept, dy, results))
 
-    def _measures(self, layer: EmulatedLinear) -> bool:
+    def _measures(self, layer: Casting) -> bool:
         return self._products and layer.clock.micro_batch == 0
 
-    def _add(self, layer: EmulatedLinear, errors: Iterable[ProductError]) -> None:
+    def _add(self, layer: Casting, errors: Iterable[ProductError]) -> None:
         for error in errors:
             self._seen[PRODUCTS, error.product, layer.name] = product_metrics(error)
 
