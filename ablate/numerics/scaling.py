@@ -21,7 +21,6 @@ Layout: tiles are [row tiles, rows, column tiles, columns]. Statistics and scale
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -159,16 +158,28 @@ def histogram(values: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(0, values.to(torch.int64), ones)
 
 
-def remembered(
+def delayed(
+    x: Tensor, amaxes: Tensor, steps: Fraction | None, history: History | None, clock: Clock | None
+) -> Tensor:
+    """Return the largest amax of the last `steps` steps; of this call if there is none. fp32 scalar."""
+    return _remembered(History.delayed, amaxes, steps, history, clock)
+
+
+def hold(
+    x: Tensor, amaxes: Tensor, steps: Fraction | None, history: History | None, clock: Clock | None
+) -> Tensor:
+    """Return the first amax of the current period of `steps` steps. fp32 scalar."""
+    return _remembered(History.held, amaxes, steps, history, clock)
+
+
+def _remembered(
     rule: Callable[[History, Tensor, Clock, int], Tensor],
-    x: Tensor,
     amaxes: Tensor,
     steps: Fraction | None,
     history: History | None,
     clock: Clock | None,
 ) -> Tensor:
-    """Return the amax of the last or held `steps` steps that a rule gives, fp32 scalar; the present one
-    without a history."""
+    """Return the amax that a rule of the history gives; the present one without a history."""
     current = amaxes.amax() if amaxes.ndim else amaxes
     if history is None:
         return current
@@ -185,13 +196,7 @@ def static(
     return torch.full((), float(value), dtype=torch.float32, device=x.device)  # no copy to a GPU
 
 
-STATISTICS: dict[str, Callable[..., Tensor]] = {
-    "amax": amax,
-    "percentile": percentile,
-    "delayed": partial(remembered, History.delayed),
-    "hold": partial(remembered, History.held),
-    "static": static,
-}
+STATISTICS = {function.__name__: function for function in (amax, percentile, delayed, hold, static)}
 """Outer statistics, each a function of the tensor, the amaxes of its groups, the number behind the colon, the
 history and the clock."""
 

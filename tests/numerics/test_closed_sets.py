@@ -173,7 +173,6 @@ EXCEPTIONS = {
     ("recipes/te_mapping.py", "rounding"): OTHERS_FACTS,
     ("recipes/te_mapping.py", "statistic"): OTHERS_FACTS,
     ("recipes/te_mapping.py", "signs"): OTHERS_FACTS,
-    ("recipes/te_mapping.py", "source"): OTHERS_FACTS,
     ("recipes/targets/fouroversix.py", "criterion"): OTHERS_FACTS,
     ("recipes/targets/fouroversix.py", "rounding"): OTHERS_FACTS,
     ("recipes/targets/fouroversix.py", "block"): OTHERS_FACTS,
