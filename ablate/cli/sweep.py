@@ -3,19 +3,17 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from ablate.cli.common import BAD_INPUT, DONE, console, print_starting, raise_on_sigterm, summary_of
 from ablate.cli.jobs import JobOptions, export_jobs
-from ablate.cli.options import CheckCommand, ExperimentFile, Seeds, SweepFlags
+from ablate.cli.options import ExperimentFile, SweepFlags
 from ablate.cli.plan import machine_of, require_contracts, settings_for, show
 from ablate.cli.settings import Settings, writable
-from ablate.cli.sweep_run import SweepRun
+from ablate.cli.sweep_run import SweepOptions, SweepRun
 from ablate.errors import InputError
 from ablate.execution.progress import RunOptions
 from ablate.execution.sweep_control import check, holder
@@ -25,40 +23,6 @@ from ablate.execution.tracking.tracker import open_trackers
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, lock
 from ablate.provenance import other_package, own_command
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """Options on what is run and what is printed.
-
-    Args:
-        dry_run: Print the plan and its estimated duration; run nothing.
-        fork: Compute a prefix that several trials share only once.
-        fresh: Run all trials again, including finished ones.
-        accept_version: Restart a sweep that was started with other versions of the code.
-        same_code: Keep finished trials after an edit of your code that changes no number.
-        detach: Continue after this terminal is closed; `ablate status` shows the progress.
-        notify: Command (JSON on standard input) or URL (POST) to notify of the first failure and the end.
-          (ABLATE_NOTIFY)
-        quiet: Print no progress, only the answer and how many trials failed.
-        everything: Print a line for each run, and all tables below the answer.
-        report: Write the report at the end. (ABLATE_REPORT)
-        ready: File descriptor to write a byte to when the sweep begins to run.
-    """
-
-    dry_run: bool = False
-    seeds: Seeds = None
-    fork: bool = True
-    fresh: bool = False
-    accept_version: bool = False
-    same_code: bool = False
-    detach: bool = False
-    notify: str | None = None
-    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
-    everything: Annotated[bool, typer.Option("--all")] = False
-    report: Annotated[bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False)] = True
-    check_command: CheckCommand = None
-    ready: Annotated[int | None, typer.Option(hidden=True)] = None
 
 
 def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: JobOptions) -> None:

@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated
 
+import typer
 from rich.text import Text
 
 from ablate.cli.common import BUDGET, DONE, FAILED, INTERRUPTED, console, interruption, program, summary_of
+from ablate.cli.options import CheckCommand, Seeds
 from ablate.cli.report import make
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line, redact
@@ -29,10 +31,41 @@ from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import network_file_system
 from ablate.store.ledger_rows import Member
 
-if TYPE_CHECKING:
-    from ablate.cli.sweep import SweepOptions
-
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Options on what is run and what is printed.
+
+    Args:
+        dry_run: Print the plan and its estimated duration; run nothing.
+        fork: Compute a prefix that several trials share only once.
+        fresh: Run all trials again, including finished ones.
+        accept_version: Restart a sweep that was started with other versions of the code.
+        same_code: Keep finished trials after an edit of your code that changes no number.
+        detach: Continue after this terminal is closed; `ablate status` shows the progress.
+        notify: Command (JSON on standard input) or URL (POST) to notify of the first failure and the end.
+          (ABLATE_NOTIFY)
+        quiet: Print no progress, only the answer and how many trials failed.
+        everything: Print a line for each run, and all tables below the answer.
+        report: Write the report at the end. (ABLATE_REPORT)
+        ready: File descriptor to write a byte to when the sweep begins to run.
+    """
+
+    dry_run: bool = False
+    seeds: Seeds = None
+    fork: bool = True
+    fresh: bool = False
+    accept_version: bool = False
+    same_code: bool = False
+    detach: bool = False
+    notify: str | None = None
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
+    everything: Annotated[bool, typer.Option("--all")] = False
+    report: Annotated[bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False)] = True
+    check_command: CheckCommand = None
+    ready: Annotated[int | None, typer.Option(hidden=True)] = None
 
 
 @dataclass
@@ -42,7 +75,7 @@ class SweepRun:
     experiment: Experiment
     settings: Settings
     run_options: RunOptions
-    options: "SweepOptions"
+    options: SweepOptions
 
     def __post_init__(self) -> None:
         self.hook = Hook(self.settings.notify) if self.settings.notify else None
