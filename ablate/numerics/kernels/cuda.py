@@ -72,6 +72,8 @@ TRIAL = {"counted": "9f183705ea88ee52", "scaled": "89f0c80cc48dfd14", "turned": 
 """Digests of the reference's results for `trial_matrix`, by kernel; a test computes them again."""
 TRIAL_CLOCK, TRIAL_WHERE, TRIAL_RANK, TRIAL_DIVISOR = Clock(5, step=7), 3, 4000, 48.0
 TRIAL_SIGNS = 32 * [1] + 32 * [-1]
+OTHER_TRIALS: dict[str, Callable[[Tensor], Tensor]] = {}
+"""Launches on `trial_matrix` of kernels that files above this one have."""
 
 
 def trial_matrix() -> Tensor:
@@ -99,18 +101,14 @@ def problem(device: torch.device) -> str:
     `on_gpu.agrees` looks at each form of the quantisers. The device is a GPU, or a CPU in Triton's
     interpreter.
     """
-    from ablate.numerics.kernels import general_cuda
-
     try:
         x = trial_matrix().to(device)
         ordered = order_statistic(x, None, TRIAL_RANK)
         product = scaled(x.to(torch.float32), *ordered, TRIAL_DIVISOR, torch.bfloat16)
-        turned = general_cuda.rotate(x.t(), torch.tensor(TRIAL_SIGNS, dtype=torch.float32), False)
         found = {
             "counted": digest(*(each.view(1) for each in ordered)),
             "scaled": digest(product),
-            "turned": digest(turned),
-        }
+        } | {name: digest(launch(x)) for name, launch in OTHER_TRIALS.items()}
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
     different = ", ".join(name for name, bits in found.items() if bits != TRIAL[name])

@@ -136,17 +136,19 @@ def described(quant: Quant, size: int, down: bool) -> Description:
 
 def _by_slabs(quant: Quant, size: int, down: bool) -> bool:
     """Return True if blocks are sixteen rows of a slab, or squares, and nothing else needs a tile."""
-    outer, scale = quant.outer and quant.outer.granularity, quant.scale
-    by_rows = down and quant.block == "1x16" and outer in (None, "tensor", "row") and size in (0, 16)
-    square = quant.block == "16x16" and quant.rounding == "nearest" and outer in (None, "tensor") and not size
+    outer, scale = quant.outer, quant.scale
+    split = outer is not None and outer.granularity == "block:128"
+    by_rows = down and quant.block == "1x16" and size in (0, 16)
+    square = quant.block == "16x16" and not quant.draws and not size and (outer is None or not outer.rows)
     return (
         (by_rows or square)
+        and not split
         and scale is not None
         and scale.rounding != "stochastic"
         and scale.micro_exponents is None
         and quant.select is None
         and quant.range.statistic == "amax"
-        and (quant.rounding in ("nearest", "away") or (quant.rounding == "stochastic" and quant.bits == 8))
+        and (not quant.draws or (quant.rounding == "stochastic" and quant.bits == 8))
     )
 
 
@@ -334,6 +336,11 @@ def rotate(x: Tensor, flips: Tensor, back: bool) -> Tensor:
             memory, out.t() if down else out, lines, length, width, *sign_words(flips), form, back, **options
         )
     return out
+
+
+cuda.OTHER_TRIALS["turned"] = lambda x: rotate(
+    x.t(), torch.tensor(cuda.TRIAL_SIGNS, dtype=torch.float32), False
+)
 
 
 def _laid(rows: int, columns: int, down: bool, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ NaNs. Counts are integers, so no order of additions matters, and nothing waits f
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.general_triton import (
+from ablate.numerics.kernels.arithmetic import (
     COLUMNS,
     largest_of,
     load_slab,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.general_triton import bits_of, magnitude, to_float
+from ablate.numerics.kernels.arithmetic import bits_of, magnitude, to_float
 
 ROWS, BLOCKS = 16, 8
 """Rows and block scales of one program."""

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.general_triton import nearest_bf16, stored, to_float
+from ablate.numerics.kernels.arithmetic import nearest_bf16, stored, to_float
 
 SIZE = 4096
 """Elements of a program."""
