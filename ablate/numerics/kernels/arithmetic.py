@@ -1,4 +1,4 @@
-"""Arithmetic of the kernels for GPUs, by the bits, and slabs of sixteen rows of memory: device code in Triton."""
+"""Arithmetic of the kernels for GPUs, by the bits, and slabs of sixteen rows: device code in Triton."""
 
 import triton
 import triton.language as tl
