@@ -45,7 +45,7 @@ SIBLINGS = {
         " tests/judging/test_judged_files.py",
     ),
     "metric of an operand": (r"\bscale_saturated_frac\b", ""),
-    "metric of a product": (r"gemm_metric\(name|\"sqnr_db\": \"", ""),
+    "metric of a product": (r"gemm_metric\(name|\"sqnr_db\": \"SQNR", ""),
 }
 """For each row a pattern that finds an existing sibling, and the files that are this sibling's own."""
 
