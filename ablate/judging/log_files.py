@@ -4,14 +4,18 @@ A line that is cut or damaged is left out and said. So is a last line without an
 nothing shows that digits are missing. `trainer_state.json` of Hugging Face's Trainer is read as a log, too.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from ablate.errors import InputError, brief
 from ablate.judging.named_runs import NamedRun
 from ablate.judging.points import Points
 from ablate.judging.table_files import content, text
-from ablate.training.log_readers import LogRecord, Unreadable, format_of, open_reader
+from ablate.training.log_readers import OPTIONS, READERS, LogRecord, Unreadable, format_of, open_reader
 from ablate.training.log_readers.hf import state_records
+
+_MOST_GUESSED = 1 << 24
+"""Most bytes of a log whose format is guessed."""
 
 
 def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
@@ -55,6 +59,17 @@ def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
         count = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
         said.append(f"{path}: {count} left out; {damaged[0]}")
     return NamedRun(str(path), path.stem, points)
+
+
+def likely(path: Path) -> list[str]:
+    """Return the formats of which a file has metrics; all formats if it has none of any, or is large."""
+    fitting = []
+    for form in READERS:
+        with suppress(InputError, OSError):
+            if path.stat().st_size <= _MOST_GUESSED:
+                read_log(path, form, [])
+                fitting.append(form)
+    return fitting or [*READERS, *(f"{name}:..." for name in OPTIONS)]
 
 
 def read_state(path: Path) -> NamedRun:

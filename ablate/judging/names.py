@@ -17,6 +17,8 @@ from ablate.judging.columns import USUAL, Columns
 
 _WORDS = {"seed": r"-?\d+"}
 _ANY = r"[^/]+"
+_NUMBERED = r".+?([-_. ](?:s|seed)?|seed)\d+"
+"""Name that ends in a number, which is likely the seed, with what stands before it."""
 _LONGEST = 256
 """Most characters between slashes of a name that is of a pattern: a file system allows 255, and time grows
 with a power of their number."""
@@ -43,6 +45,13 @@ def read_name(pattern: str, name: str, where: str, removable: bool = True) -> di
             f"{where}: {brief(name)!r} fits {pattern!r} in two ways, {lazy} and {greedy}; write more of it"
         )
     return lazy
+
+
+def suggested(name: str) -> str:
+    """Return a pattern that a name such as `bf16_s0` is likely of, `{arm}_s{seed}`; `{arm}` without a number
+    at its end."""
+    numbered = re.fullmatch(_NUMBERED, name)
+    return f"{{arm}}{numbered[1]}{{seed}}" if numbered else "{arm}"
 
 
 def is_of(pattern: str, name: str) -> bool:

@@ -88,7 +88,7 @@ def _content(path: Path, logs: str | None, said: list[str]) -> Content:
         if remedy := _PACKED.get(path.suffix.lower()):
             raise InputError(f"{path}: {remedy}, and name that file")
         titles = ", ".join(source.title for source in SOURCES.values())
-        advice = "for a log, name its format: --logs"
+        advice = f"for a log, name its format, --logs {' or '.join(log_files.likely(path))}"
         if path.is_dir():
             kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in _FILES})
             advice = f'for its files, write "{path}/*{kinds[0]}"' if kinds else advice

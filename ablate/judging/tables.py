@@ -21,7 +21,7 @@ from ablate.errors import InputError, brief, nearest
 from ablate.files import Json
 from ablate.judging import cells
 from ablate.judging.columns import USUAL, Columns, is_rate, like_metric, metric_columns, pick, plain
-from ablate.judging.names import fields_of, is_misfit, read_name, seed_of
+from ablate.judging.names import fields_of, is_misfit, read_name, seed_of, suggested
 from ablate.judging.points import Points
 from ablate.judging.run import ForeignRun
 from ablate.judging.statuses import status_columns, with_status
@@ -130,12 +130,15 @@ class _Reading:
         if "arm" not in {*roles, *elsewhere}:
             others = [name for name in table.columns if name not in roles.values()]
             by_columns = len(others) > 1 and not any(_counts(table.columns[name])[1] for name in others)
-            path = f"runs/{{arm}}/{PurePath(self.where).name}"
+            file, column = PurePath(self.where), brief(str(others[0])) if others else ""
+            numbered = suggested(file.stem)
+            fitting = file.with_name(numbered + file.suffix)
+            path = fitting if "{seed}" in numbered else f"runs/{{arm}}/{file.name}"
             way = f"give the file as a pattern of its path, such as {path}; {nearest('arm', table.columns)}"
             if "run" in roles:
                 name = brief(str(table.columns[roles["run"]][0]))
-                way = 'say how runs are named, such as --name "{arm}-s{seed}", where the first is ' + repr(
-                    name
+                way = (
+                    f'say how runs are named, such as --name "{suggested(name)}", where the first is {name!r}'
                 )
             elif by_columns and "seed" in roles:
                 way = (
@@ -143,7 +146,8 @@ class _Reading:
                     f" melt({brief(roles['seed'])!r}, var_name='arm', value_name='val/loss')"
                 )
             elif by_columns:
-                way = 'if each column is a run, say how they are named, such as --name "{arm}_s{seed}"'
+                such = f'such as --name "{suggested(column)}", where the first is {column!r}'
+                way = f"if each column is a run, say how they are named, {such}"
             raise InputError(f"{self.where}: no column is the arm; name one, --column arm=COLUMN, or {way}")
         if "seed" not in {*roles, *elsewhere}:
             self.said.append(f"{self.where}: seed: no column; runs have no seed")

@@ -583,7 +583,11 @@ PATTERNS = {
         "words that mean not yet done",
         "characters of a column's name that are no letters",
     ],
-    "judging.names": ["a user's pattern of a name, escaped", "... as the name is matched"],
+    "judging.names": [
+        "a name that ends in a number",
+        "a user's pattern of a name, escaped",
+        "... as the name is matched",
+    ],
     "execution.tracking.access": ["why a connection failed, in urllib3's message"],
     "cli.servers.reports": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],

@@ -153,7 +153,8 @@ def test_columns_of_metrics_are_no_runs(file, name, text, pattern):
 @pytest.mark.parametrize(
     ("text", "way"),
     [
-        (by_columns(), '--name "{arm}_s{seed}"'),
+        (by_columns(), "--name \"{arm}_s{seed}\", where the first is 'bf16_s0'"),
+        ("step,bf16_0,bf16_1\n1,3.0,3.1\n", '--name "{arm}_{seed}"'),
         ("run,step,val_loss\nbf16-s0,1,3.0\n", "--name \"{arm}-s{seed}\", where the first is 'bf16-s0'"),
         ("seed,bf16,fp4\n0,3.0,3.1\n", "melt('seed', var_name='arm', value_name='val/loss')"),
         ("flavour,step,val_loss\nbf16,1,3.0\n", "--column arm=COLUMN"),
@@ -163,6 +164,28 @@ def test_a_table_without_an_arm_is_refused_with_the_option_that_reads_it(file, t
     with pytest.raises(InputError) as error:
         read([file(text)])
     assert way in str(error.value)
+
+
+def test_the_pattern_that_is_proposed_for_a_file_fits_it(file, tmp_path):
+    path = file('{"loss": 3.0}', "bf16.v2-s0.json")
+    with pytest.raises(InputError) as error:
+        read([path])
+    assert (way := f"{tmp_path}/{{arm}}-s{{seed}}.json") in str(error.value)
+    assert [*last(read([way]), "train/loss")] == [("bf16.v2", 0)]
+
+
+@pytest.mark.parametrize("name", ["log of torchtitan", "log of Megatron", "log of modded-nanogpt"])
+def test_a_log_is_refused_with_the_format_that_reads_it(name, tmp_path):
+    files = foreign_files.SOURCES[name]()
+    foreign_files.write(files, tmp_path)
+    with pytest.raises(InputError) as error:
+        read([str(tmp_path / next(iter(files.contents)))])
+    assert str(error.value).endswith(f"--logs {files.logs}")
+
+
+def test_another_text_is_refused_with_all_formats(file):
+    with pytest.raises(InputError, match=r"--logs torchtitan or .* or hf:\.\.\. or regex:\.\.\.$"):
+        read([file("nothing of a run\n", "run.log")])
 
 
 # --- names of columns ------------------------------------------------------------------------------
