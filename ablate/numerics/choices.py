@@ -101,6 +101,15 @@ CANDIDATES = {"scales": "4 or 6", "grids": "e2m1 or int4", "search": "best scale
 """Candidates for the quantisation of a block, with the text that tables show."""
 CRITERIA = ("mse", "mae", "absmax")
 """Errors by which a candidate is selected."""
+IN_KERNELS = {
+    "rounding": ("nearest", "away", "floor", "ceil", "stochastic", "ms_eden"),
+    "statistic": ("amax", "rms", "std"),
+    "granularity": ("tensor", "row", "block", "rows"),
+    "among": ("scales", "grids"),
+    "criterion": ("mse", "mae", "absmax"),
+}
+"""Words that the compiled kernels know, in the order in which general.c numbers them. A word that is added
+above stays with the reference until it stands here, too."""
 GEMM_OUTPUTS = {"bf16_out": ("bf16", "rounded once to bf16"), "fp32_out": ("fp32", "left in fp32")}
 """Outputs of a product: dtype, and the text that tables show."""
 CHANNELS = {

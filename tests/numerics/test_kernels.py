@@ -1,6 +1,7 @@
 """Compiled quantisers equal the reference bit for bit, in every build that this CPU runs, or say that they cannot."""
 
 import itertools
+import re
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from support.cases import every
 from torch import Tensor
 
 from ablate.numerics.census import census
+from ablate.numerics.choices import IN_KERNELS
 from ablate.numerics.hadamard import SIGNS, rotate
-from ablate.numerics.kernels import builds, cpu, general
+from ablate.numerics.kernels import builds, cpu, forms, general
 from ablate.numerics.philox import Clock, random_bits
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
@@ -315,6 +317,37 @@ def test_a_form_that_is_not_nvidias_is_left_to_the_general_kernel(quant):
 )
 def test_a_form_without_a_kernel_is_the_references(quant):
     assert not general.can_quantize(torch.ones(16, 32), quant)
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        Quant().changed(rounding="new"),
+        Quant().changed({"scale.rounding": "new"}),
+        Quant().changed({"range.statistic": "new"}),
+        Quant().changed({"outer.granularity": "new"}),
+        Quant(select=Select(among="scales")).changed({"select.among": "new"}),
+        Quant(select=Select(among="scales")).changed({"select.criterion": "new"}),
+    ],
+)
+def test_a_word_that_no_kernel_knows_is_left_to_the_reference(quant):
+    assert not forms.covers(quant)
+    assert not forms.nvidia(quant)
+
+
+def test_the_words_of_the_kernels_are_those_that_general_c_numbers():
+    text = (Path(builds.__file__).parent / "general.c").read_text()
+    numbered = {
+        what: names.lower().split(", ")
+        for names, what in re.findall(r"enum { (.*?) };\s+/\* (.*?) \*/", text)
+    }
+    words = {name: [*words] for name, words in IN_KERNELS.items()}
+    assert numbered["roundings"] == words["rounding"][:5]
+    assert numbered["statistics of blocks"] == words["statistic"]
+    assert numbered["Four Over Six's criteria"][1:] == words["criterion"]
+    assert [name.partition("_")[0] for name in numbered["what shares an outer scale"]][1:] == words[
+        "granularity"
+    ]
 
 
 def test_so_is_another_dtype_an_empty_matrix_and_memory_with_gaps():

@@ -4,8 +4,10 @@
 the same functions, and then look at the tensor.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
+from ablate.numerics.choices import IN_KERNELS
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range, tag
 
@@ -32,21 +34,39 @@ def nvidia(quant: Quant) -> bool:
 @cache
 def covers(quant: Quant) -> bool:
     """Return True if the general kernel for CPUs implements this form."""
-    selected = quant.select is None or (
-        quant.select.among != "search" and quant.block == "1x16" and quant.range.prescale == 1
-    )
+    selected = quant.select is None or (quant.block == "1x16" and quant.range.prescale == 1)
     per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
     lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
     plain = not quant.owned and not quant.altered
-    return plain and (
-        # Between powers of two, ties to even are another rule, which the kernel lacks.
-        (ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away")
-        and quant.tile[1] in (1, 16, 32, 64, 128)
-        and selected
-        and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
-        and (quant.range.statistic == "amax" or quant.tile[0] == 1)
-        and all(length in (1, 2, 4, 8, 16) for length in lengths)
+    return (
+        plain
+        and all(word in IN_KERNELS[of] for of, word in _words(quant))
+        and (
+            # Between powers of two, ties to even are another rule, which the kernel lacks.
+            (
+                ELEMENTS[quant.element].mantissa > 0
+                or quant.rounding == "stochastic"
+                or quant.rounding == "away"
+            )
+            and quant.tile[1] in (1, 16, 32, 64, 128)
+            and selected
+            and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
+            and (quant.range.statistic == "amax" or quant.tile[0] == 1)
+            and all(length in (1, 2, 4, 8, 16) for length in lengths)
+        )
     )
+
+
+def _words(quant: Quant) -> Iterator[tuple[str, object]]:
+    """Yield the words of a form that a kernel has to know, each with its key in IN_KERNELS."""
+    yield "rounding", quant.rounding
+    yield "statistic", tag(quant.range.statistic)
+    if quant.scale:
+        yield "rounding", quant.scale.rounding
+    if quant.outer:
+        yield "granularity", tag(quant.outer.granularity)
+    if quant.select:
+        yield from (("among", quant.select.among), ("criterion", quant.select.criterion))
 
 
 @cache

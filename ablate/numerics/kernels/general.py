@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ablate.numerics import choices
+from ablate.numerics.choices import IN_KERNELS
 from ablate.numerics.formats import ELEMENTS, SCALES, Format
 from ablate.numerics.kernels import builds
 from ablate.numerics.kernels.builds import Form, Grid, Turn
@@ -22,9 +22,9 @@ from ablate.numerics.philox import GROUP, Clock, philox_key
 from ablate.numerics.scaling import round_scale
 from ablate.numerics.spec import Quant, argument, tag
 
-ROUNDINGS, STATISTICS = (*choices.ROUNDINGS,), (*choices.BLOCK_STATISTICS,)
-OUTERS = (None, *choices.GRANULARITIES)
-CRITERIA = (None, *choices.CRITERIA)
+ROUNDINGS, STATISTICS = IN_KERNELS["rounding"], IN_KERNELS["statistic"]
+OUTERS = (None, *IN_KERNELS["granularity"])
+CRITERIA = (None, *IN_KERNELS["criterion"])
 """Numbers of words in general.c: their places in the registries."""
 _GRID, _POWER_OF_TWO, _BF16, _FP32 = range(4)
 
