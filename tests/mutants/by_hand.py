@@ -775,8 +775,8 @@ MUTANTS = (
     Mistake(
         "reports/leaderboard.py",
         "Entry.sort_key",
-        "sign = 1 if self.minimize else -1",
-        "sign = 1",
+        "(1 if self.minimize else -1)",
+        "1",
         "test_leaderboard.py",
         "the best arm comes first, of a metric that is maximised as well",
     ),

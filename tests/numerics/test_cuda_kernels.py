@@ -102,7 +102,7 @@ def test_a_kernel_compiles_to_exact_arithmetic(name, target):
     fused = sum(count for one, count in made.items() if re.match(r"FFMA2?(\.|$)(?!R[PMZ])", one))
     of_divisions = 5 * divisions + 9 if divisions else 0
     assert fused <= of_divisions  # some divisions share a reciprocal
-    of_integers = sum(count for one, count in made.items() if re.match(r"U?I2F\.RP|U?I2F\.U32\.RP", one))
+    of_integers = sum(count for one, count in made.items() if re.match(r"U?I2F\.(U32\.|U64\.)?RP", one))
     assert made["MUFU.RCP"] <= (divisions + 2 if divisions else 0) + of_integers
     assert not {one for one in made if re.match(r"MUFU\.(?!RCP$|RSQ$)|F(MUL|FMA)2?\.FTZ", one)}
     assert made["FADD.FTZ"] == made["MUFU.RSQ"] * 2 == 2 * bool(divisions)  # of the subroutine

@@ -95,7 +95,7 @@ class Subject:
 
     @cached_property
     def batch(self):
-        return self.config.subject(self.recipe, Clock(self.seed), torch.device("cpu")).batch
+        return self.config.windows(self.seed, torch.device("cpu"))[0]
 
     def rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the rows of all batches, in their order."""
