@@ -60,6 +60,14 @@ def _float(cell: object) -> float | None:
     return None
 
 
+def _seed(cell: object) -> int | None:
+    """Return the whole number of a cell, of any size; None for none."""
+    with suppress(ValueError):
+        return int(str(cell))
+    number = _float(cell)
+    return int(number) if number is not None and isfinite(number) else None
+
+
 def _rows(name: str, file: str, content: bytes) -> list[dict[str, object]]:
     """Return the rows of a file of a table, with columns arm, seed and step."""
     if name == "parquet":
@@ -102,18 +110,18 @@ def table_values(name: str, files: Files) -> dict[Key, list[float]]:
                 value = _float(cell)
                 if column in ("arm", "seed", "step") or value is None or step is None or not isfinite(step):
                     continue
-                arm, seed = str(roles.get("arm")).strip(), _float(roles.get("seed", -1))
+                arm, seed = str(roles.get("arm")).strip(), _seed(roles.get("seed", -1))
                 metric = column.strip()
                 if name == "W&B chart":
                     run, _, metric = metric.rpartition(" - ")
                     arm, _, text = run.rpartition("-s")
-                    seed = _float(text)
-                if seed is not None and isfinite(seed):
+                    seed = _seed(text)
+                if seed is not None:
                     other = (
                         metric.replace("eval_", "val/") if metric.startswith("eval_") else f"train/{metric}"
                     )
                     metric = OURS.get(metric.lower(), other if "state" in name else metric)
-                    several = values.setdefault((arm, int(seed), metric, int(step)), [])
+                    several = values.setdefault((arm, seed, metric, int(step)), [])
                     several += [] if any(equal(value, other) for other in several) else [value]
     return values
 
@@ -149,7 +157,7 @@ def _judge_log(name: str, files: Files, changed: str, found: dict[Key, float], s
             continue
         if key[:2] != (arm, int(seed)):
             return "an unchanged file is read otherwise"
-        whole_numbers = [str(int(number)) for number in numbers if abs(number) < 1e9]
+        whole_numbers = [str(int(number)) for number in numbers if abs(number) <= 2**53]
         step_known = "hf:" in str(files.logs) or any(str(key[3]) in digits for digits in whole_numbers)
         if not any(equal(value, number) for number in numbers) or not step_known:
             return "a value that no line has"
