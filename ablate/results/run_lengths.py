@@ -21,6 +21,7 @@ not all one number.
 import functools
 import itertools
 import math
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,20 +149,34 @@ def copies(ledger: Ledger, members: Iterable[Member], lasts: Lasts, metric: str)
     other by the metric of the question. Only runs with nearly equal last values are read."""
     name = metric if target_of(metric) is None else "val/loss"
     found: list[Copies] = []
+    placed: dict[int, list[tuple[float, int]]] = {}  # last value and place in `found`, sorted, by decimals
     points = functools.cache(lambda trial: _points(ledger, trial, name))
     for member in () if parse(name).of_machine else members:
         last = lasts[member.trial].get(name, math.nan)
         if member.status != "done" or not math.isfinite(last):
             continue
-        for place, each in enumerate(found):
+        places = _decimals(last)
+        for place in _nearby(placed, last, places):
+            each = found[place]
             first = each.members[0].trial
             same = _near(last, lasts[first][name]) and _same(points(first), points(member.trial))
             if same:
                 found[place] = Copies((*each.members, member), same[0], each.sure and same[1])
                 break
         else:
+            insort(placed.setdefault(places, []), (last, len(found)))
             found.append(Copies((member,), "", True))
     return [each for each in found if len(each.members) > 1]
+
+
+def _nearby(placed: Mapping[int, list[tuple[float, int]]], value: float, places: int) -> list[int]:
+    """Return the places of all values that may be near one with so many decimals, ascending: of thousands of
+    runs, few are looked at."""
+    found = []
+    for others, rows in placed.items():
+        reach = 0.51 * 10.0 ** -min(places, others)
+        found += rows[bisect_left(rows, (value - reach, 0)) : bisect_left(rows, (value + reach, 0))]
+    return sorted(place for _, place in found)
 
 
 def _points(ledger: Ledger, trial: int, metric: str) -> _Points:
