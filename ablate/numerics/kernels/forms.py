@@ -33,27 +33,22 @@ def nvidia(quant: Quant) -> bool:
 
 @cache
 def covers(quant: Quant) -> bool:
-    """Return True if the general kernel for CPUs implements this form."""
+    """Return True if the general kernels implement this form: the one for CPUs, and but for groups of rows
+    (`on_gpu`) the one for GPUs."""
+    if quant.owned or quant.altered or any(word not in IN_KERNELS[of] for of, word in _words(quant)):
+        return False
     selected = quant.select is None or (quant.block == "1x16" and quant.range.prescale == 1)
     per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
     lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
-    plain = not quant.owned and not quant.altered
+    # Between powers of two, ties to even are another rule, which the kernels lack.
+    ties = ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away"
     return (
-        plain
-        and all(word in IN_KERNELS[of] for of, word in _words(quant))
-        and (
-            # Between powers of two, ties to even are another rule, which the kernel lacks.
-            (
-                ELEMENTS[quant.element].mantissa > 0
-                or quant.rounding == "stochastic"
-                or quant.rounding == "away"
-            )
-            and quant.tile[1] in (1, 16, 32, 64, 128)
-            and selected
-            and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
-            and (quant.range.statistic == "amax" or quant.tile[0] == 1)
-            and all(length in (1, 2, 4, 8, 16) for length in lengths)
-        )
+        ties
+        and quant.tile[1] in (1, 16, 32, 64, 128)
+        and selected
+        and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
+        and (quant.range.statistic == "amax" or quant.tile[0] == 1)
+        and all(length in (1, 2, 4, 8, 16) for length in lengths)
     )
 
 
