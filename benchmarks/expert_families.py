@@ -40,6 +40,7 @@ from ablate.engines.blocks import block_finder, find_blocks, layer_table
 from ablate.engines.exempt import kept_in_fp32
 from ablate.engines.selection import quantisable
 from ablate.files import write
+from ablate.numerics.product import multiplying
 from ablate.training.conversion import Conversion
 from ablate.training.models import quietly
 
@@ -122,6 +123,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4": {"enable_moe_block": True, "per_layer_config": {}},
     "glm4v_moe": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 1.0}},
     "glm5_next": {"qk_rope_head_dim": 0},
+    "hy_v4_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}},
     "jetmoe": {"intermediate_size": 32},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "full_attention"]},
     "llama4": {"intermediate_size": 32},
@@ -309,7 +311,9 @@ def bits(family: str) -> dict[str, str]:
                 model.set_experts_implementation(name)
         name = pair[0].config._experts_implementation
         if name not in result:
-            result[name] = difference(step(pair[0]), step(pair[1], ablate.convert(pair[1], "bf16")))
+            with multiplying("bf16"):  # as plain layers do, also where the engine would take fp32 for speed
+                converted = step(pair[1], ablate.convert(pair[1], "bf16"))
+            result[name] = difference(step(pair[0]), converted)
     return result
 
 
