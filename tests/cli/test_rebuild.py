@@ -7,7 +7,7 @@ import sqlite3
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import statuses, sweep, tiny, values, write
+from support.experiments import IDLE, idle, statuses, sweep, tiny, values, write
 from support.ledgers import ledger_content, overwrite_middle
 from support.mlflow_runs import runs
 
@@ -32,8 +32,8 @@ def harm(state, how, name: str = "tiny"):
 
 @pytest.mark.parametrize("how", HARMS)
 def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path):
-    path, state = write(tmp_path), tmp_path / "state"
-    sweep(tiny(tmp_path), state)
+    path, state = write(tmp_path, **IDLE), tmp_path / "state"
+    sweep(idle(tmp_path), state)
     before = ledger_content(state)
     book = harm(state, how)
     kept = book.read_bytes()
@@ -62,8 +62,8 @@ def test_a_damaged_ledger_is_refused_and_then_made_again_as_it_was(how, tmp_path
 
 def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_on(tmp_path):
     state = tmp_path / "state"
-    sweep(tiny(tmp_path, budget={"trials": 2}), state)
-    path = write(tmp_path)
+    sweep(idle(tmp_path, budget={"trials": 2}), state)
+    path = write(tmp_path, **IDLE)
     harm(state, "text")
     done = here("rebuild", path, "--state", state)
     assert "Recovered: 3 arms, 6 trials (2 done)" in done.stdout
@@ -73,12 +73,12 @@ def test_what_was_not_finished_waits_and_its_records_are_kept_for_when_it_goes_o
         in done.stdout
     )
     assert sorted(statuses(state).values()) == ["done"] * 2 + ["pending"] * 4
-    assert sweep(tiny(tmp_path), state)[0].status == "done"
-    sweep(tiny(tmp_path), tmp_path / "undisturbed")
+    assert sweep(idle(tmp_path), state)[0].status == "done"
+    sweep(idle(tmp_path), tmp_path / "undisturbed")
     assert values(state) == values(tmp_path / "undisturbed")
 
 
-SEARCH = {
+SEARCH = IDLE | {
     "ablate": {
         "cooldown": {"uniform": [0.25, 0.5]},
         "rht": {"choice": [True, False]},
@@ -114,7 +114,8 @@ def test_a_search_without_its_journal_says_that_its_points_are_lost(tmp_path):
 
 
 PRUNED = {
-    "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "workload.lr": {"uniform": [1e-4, 3.0], "log": True}},
+    "workload": {"idle": {"steps": 6}},
+    "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "workload.x": {"uniform": [1e-4, 3.0], "log": True}},
     "search": {"trials": 8, "sampler": "random", "seed": 1, "rungs": [2, 4], "confirm": 2},
 }
 
@@ -123,7 +124,7 @@ PRUNED = {
 @pytest.mark.parametrize(("pruner", "seeds"), [("median", 1), ("asha", 2)])
 def test_a_rebuilt_search_has_its_pruned_arms_and_its_confirmed_winner_at_once(pruner, seeds, tmp_path):
     keys = PRUNED | {"search": PRUNED["search"] | {"pruner": pruner}, "seeds": seeds}
-    experiment, state = tiny(tmp_path, shape={"steps": 6, "eval_every": 2}, **keys), tmp_path / "state"
+    experiment, state = tiny(tmp_path, **keys), tmp_path / "state"
     sweep(experiment, state)
     before = ledger_content(state)
     statuses = [status for *_, status, _ in before["members"]]
@@ -151,8 +152,8 @@ def test_points_are_read_from_a_journal_that_is_torn_and_none_from_what_is_none(
 
 
 def test_a_sound_ledger_is_left_alone(tmp_path):
-    path, state = write(tmp_path, seeds=1), tmp_path / "state"
-    sweep(tiny(tmp_path, seeds=1), state)
+    path, state = write(tmp_path, seeds=1, **IDLE), tmp_path / "state"
+    sweep(idle(tmp_path, seeds=1), state)
     book, before = state / "sweeps/tiny/ledger.db", ledger_content(state)
     kept = book.read_bytes()
     done = here("rebuild", path, "--state", state)
@@ -181,7 +182,7 @@ CELLS = {
 def once(tmp_path_factory):
     """A finished sweep of one seed, to be copied."""
     folder = tmp_path_factory.mktemp("once")
-    sweep(tiny(folder, seeds=1), folder / "state")
+    sweep(idle(folder, seeds=1), folder / "state")
     return folder
 
 
@@ -281,9 +282,8 @@ def test_one_ledger_is_rebuilt_at_a_time(files, tmp_path):
 def test_a_rebuilt_sweep_finds_its_runs_in_mlflow_again(tmp_path):
     from mlflow import MlflowClient
 
-    keys = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
-    path, store = write(tmp_path, **keys), f"sqlite:///{tmp_path / 'mlflow.db'}"
-    sweep(tiny(tmp_path, **keys), tmp_path, store)
+    path, store = write(tmp_path, seeds=1, **IDLE), f"sqlite:///{tmp_path / 'mlflow.db'}"
+    sweep(idle(tmp_path, seeds=1), tmp_path, store)
     client = MlflowClient(store)
     before = {run.info.run_id for kind in ("sweep", "trial") for run in runs(client, "tiny", kind)}
     harm(tmp_path, "pages")

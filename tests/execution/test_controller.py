@@ -6,7 +6,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.experiments import TOO_LARGE, WILD, Children, ledger, shards, statuses, sweep, tiny, values
+from support.experiments import (
+    TOO_LARGE,
+    WILD,
+    Children,
+    idle,
+    ledger,
+    shards,
+    statuses,
+    sweep,
+    tiny,
+    values,
+)
 from support.studies import trials
 
 from ablate.execution.controller import Controller
@@ -37,12 +48,12 @@ def test_everything_that_is_wanted_is_run_once_and_counted(tmp_path):
 
 
 def test_pairs_complete_early_since_seeds_go_in_turn(tmp_path):
-    _, news = sweep(tiny(tmp_path), tmp_path)
+    _, news = sweep(idle(tmp_path), tmp_path)
     assert [line.partition(":")[0][-1] for line in news] == ["0", "0", "0", "1", "1", "1"]
 
 
 def test_progress_counts_what_is_done_and_names_what_runs(tmp_path):
-    controller = Controller(tiny(tmp_path, seeds=1), tmp_path, "cpu", Inline, None)
+    controller = Controller(idle(tmp_path, seeds=1), tmp_path, "cpu", Inline, None)
     steps = list(controller.run())
     controller.ledger.close()
     assert isinstance(steps[-1], Outcome)
@@ -58,17 +69,17 @@ def test_a_second_run_runs_nothing_and_connects_to_nothing(tmp_path):
     def nowhere():
         raise AssertionError("nothing is left to run")
 
-    sweep(tiny(tmp_path), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
     before = values(tmp_path)
-    outcome, news = sweep(tiny(tmp_path), tmp_path, connect=nowhere)
+    outcome, news = sweep(idle(tmp_path), tmp_path, connect=nowhere)
     assert (outcome.status, outcome.ran, outcome.reused) == ("done", 0, 6)
     assert not news
     assert values(tmp_path) == before
 
 
 def test_another_sweep_in_the_same_state_folder_reuses_what_is_the_same_trial(tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
-    outcome, _ = sweep(tiny(tmp_path, "other", ablate={"rht": [True], "sr": [True, False]}), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
+    outcome, _ = sweep(idle(tmp_path, "other", ablate={"rht": [True], "sr": [True, False]}), tmp_path)
     assert (outcome.ran, outcome.reused) == (
         2,
         4,
@@ -91,18 +102,18 @@ def test_another_sweep_in_the_same_state_folder_reuses_what_is_the_same_trial(tm
 
 def test_arms_of_one_sweep_that_are_the_same_trial_run_it_once(tmp_path):
     keys = {"ablate": {"rht": [True, False]}, "search": {"trials": 4, "sampler": "random"}}
-    outcome, _ = sweep(tiny(tmp_path, **keys), tmp_path)
+    outcome, _ = sweep(idle(tmp_path, **keys), tmp_path)
     assert outcome.status == "done"
     assert outcome.ran <= 6
     assert len(list((tmp_path / "trials").iterdir())) == outcome.ran
 
 
 def test_a_lost_ledger_is_made_again_from_the_trial_folders(tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
     before = values(tmp_path)
     for path in (tmp_path / "sweeps" / "tiny").glob("ledger.db*"):
         path.unlink()
-    outcome, _ = sweep(tiny(tmp_path), tmp_path)
+    outcome, _ = sweep(idle(tmp_path), tmp_path)
     assert outcome.ran == 0
     assert values(tmp_path) == before
 
@@ -110,12 +121,12 @@ def test_a_lost_ledger_is_made_again_from_the_trial_folders(tmp_path):
 def test_a_trial_folder_that_is_gone_is_run_again(tmp_path):
     import shutil
 
-    sweep(tiny(tmp_path), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
     before = values(tmp_path)
     book = ledger(tmp_path)
     shutil.rmtree(tmp_path / "trials" / book.members()[3].id)
     book.close()
-    outcome, _ = sweep(tiny(tmp_path), tmp_path)
+    outcome, _ = sweep(idle(tmp_path), tmp_path)
     assert (outcome.ran, outcome.reused) == (1, 5)
     assert values(tmp_path) == before
 
@@ -150,7 +161,7 @@ def test_a_sweep_whose_baseline_diverges_on_every_seed_fails_and_says_so(tmp_pat
 
 
 def test_a_budget_ends_a_run_and_the_same_sweep_goes_on(tmp_path):
-    experiment = tiny(tmp_path, budget={"trials": 2})
+    experiment = idle(tmp_path, budget={"trials": 2})
     outcomes = [sweep(experiment, tmp_path)[0] for _ in range(4)]
     assert [(outcome.status, outcome.ran) for outcome in outcomes] == [
         ("budget", 2),
@@ -162,13 +173,13 @@ def test_a_budget_ends_a_run_and_the_same_sweep_goes_on(tmp_path):
 
 
 def test_what_a_dead_driver_left_running_is_run_again_and_said(tmp_path):
-    sweep(tiny(tmp_path, budget={"trials": 2}), tmp_path)
+    sweep(idle(tmp_path, budget={"trials": 2}), tmp_path)
     book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
     orphan = next(member.trial for member in book.members() if member.status == "pending")
     name = next(member.id for member in book.members() if member.trial == orphan)
     book.start_attempt(orphan, Store(tmp_path).begin(name), 1.0)  # and then its driver was killed
     book.close()
-    outcome, news = sweep(tiny(tmp_path), tmp_path)
+    outcome, news = sweep(idle(tmp_path), tmp_path)
     assert (outcome.status, outcome.ran) == ("done", 4)
     assert "left unfinished" in news[0]
     book = ledger(tmp_path)
@@ -224,7 +235,7 @@ def test_what_runs_out_of_memory_is_a_result_that_is_told_and_not_tried_again(co
 
 
 def test_a_run_that_is_closed_leaves_everything_resumable(tmp_path):
-    controller = Controller(tiny(tmp_path), tmp_path, "cpu", Inline, None)
+    controller = Controller(idle(tmp_path), tmp_path, "cpu", Inline, None)
     steps = controller.run()
     for step in steps:
         if step.done == 2 and any(run.step for run in step.running):
@@ -238,7 +249,7 @@ def test_a_run_that_is_closed_leaves_everything_resumable(tmp_path):
         "interrupted"
     ) == 1
     book.close()
-    outcome, _ = sweep(tiny(tmp_path), tmp_path)
+    outcome, _ = sweep(idle(tmp_path), tmp_path)
     assert (outcome.status, outcome.ran, outcome.reused) == ("done", 4, 2)
 
 
@@ -280,14 +291,14 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_only_what_is_new_in_an_edited_file_is_run(edit, tmp_path):
     before, after, new = EDITS[edit]
-    sweep(tiny(tmp_path, **({"seeds": 1} | before)), tmp_path)
-    outcome, _ = sweep(tiny(tmp_path, **({"seeds": 1} | after)), tmp_path)
+    sweep(idle(tmp_path, **({"seeds": 1} | before)), tmp_path)
+    outcome, _ = sweep(idle(tmp_path, **({"seeds": 1} | after)), tmp_path)
     assert (outcome.status, outcome.ran) == ("done", new)
 
 
 def test_another_baseline_is_what_every_arm_is_compared_with(tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
-    sweep(tiny(tmp_path, against="rht=false"), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
+    sweep(idle(tmp_path, against="rht=false"), tmp_path)
     book = open_ledger(tmp_path, "tiny")
     found = {arm.name: arm.baseline for arm in summaries(book)}
     book.close()
@@ -298,8 +309,8 @@ def test_another_baseline_is_what_every_arm_is_compared_with(tmp_path):
     "edit", [{"ablate": {"rht": [True]}}, {"seeds": 1}], ids=["an arm less", "a seed less"]
 )
 def test_what_the_file_no_longer_names_is_not_in_its_answer(edit, tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
-    experiment = tiny(tmp_path, **edit)
+    sweep(idle(tmp_path), tmp_path)
+    experiment = idle(tmp_path, **edit)
     sweep(experiment, tmp_path)
     book = open_ledger(tmp_path, "tiny")
     found = {(arm.name, *arm.values) for arm in summaries(book)}
@@ -308,8 +319,8 @@ def test_what_the_file_no_longer_names_is_not_in_its_answer(edit, tmp_path):
 
 
 def test_a_changed_workload_is_told_anew(tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
-    outcome, _ = sweep(tiny(tmp_path, shape={"steps": 6}), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
+    outcome, _ = sweep(idle(tmp_path, workload={"idle": {"steps": 6}}), tmp_path)
     assert outcome.ran == 6
     now = values(tmp_path)
     assert trials(tmp_path)[-2].value == pytest.approx(

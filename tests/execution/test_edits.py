@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from support.commands import here
-from support.experiments import Children, ledger, statuses, sweep, tiny, values, write
+from support.experiments import IDLE, Children, ledger, statuses, sweep, tiny, values, write
 
 from ablate.errors import InputError
 from ablate.execution.forecast import forecast
@@ -19,7 +19,7 @@ from ablate.store.ledger import Ledger
 from ablate.store.records import frame
 from ablate.store.trial_store import Store
 
-KEYS = {"ablate": None, "seeds": 2}
+KEYS = IDLE | {"ablate": None, "seeds": 2}
 ARMS = {"a": {"rht": False}, "b": {"sr": False}, "c": {"skip_first": 0, "four_over_six": "mse"}}
 SWAPPED = {"a": ARMS["b"], "b": ARMS["a"], "c": ARMS["c"]}
 EDITS = {
@@ -30,7 +30,11 @@ EDITS = {
         ["a", "b"],
     ),
     "another arm the baseline": ({"arms": ARMS, "against": "a"}, {"arms": ARMS, "against": "b"}, []),
-    "a rate for all": ({"arms": ARMS}, {"arms": ARMS, "shape": {"lr": 0.01}}, ["bf16", "a", "b", "c"]),
+    "a step more for all": (
+        {"arms": ARMS},
+        {"arms": ARMS, "workload": {"idle": {"steps": 5}}},
+        ["bf16", "a", "b", "c"],
+    ),
     "an arm taken out and named again": ({"arms": {"a": ARMS["a"]}}, {"arms": SWAPPED}, ["a"]),
 }
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 from support.commands import here
-from support.experiments import ledger, sweep, tiny, write
+from support.experiments import idle, ledger, sweep, tiny, write
 from support.studies import trials
 
 from ablate.errors import InputError
@@ -194,7 +194,7 @@ def test_another_reason_is_no_decision_of_a_pruner(reason):
 def first(tmp_path_factory):
     """A grid of four arms and a baseline, run; leave it as it is."""
     folder = tmp_path_factory.mktemp("first")
-    sweep(tiny(folder, name="first", seeds=1, ablate={"rht": [True, False], "cooldown": [0, 0.5]}), folder)
+    sweep(idle(folder, name="first", seeds=1, ablate={"rht": [True, False], "cooldown": [0, 0.5]}), folder)
     return folder
 
 
@@ -202,7 +202,7 @@ def second(first, folder, sweeps=("first",), name: str = "second", **keys):
     """A search that starts from it, in a state folder of its own."""
     shutil.copytree(first, folder, dirs_exist_ok=True)
     search = {"trials": 2, "sampler": "random", "warm": list(sweeps)}
-    return tiny(
+    return idle(
         folder,
         name=name,
         seeds=1,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.experiments import Children, events_of, ledger, statuses, sweep, tiny, values
+from support.experiments import Children, events_of, idle, ledger, statuses, sweep, tiny, values
 from support.gates import Gate
 from support.studies import trials
 
@@ -125,7 +125,7 @@ def test_who_wants_a_trial_that_another_process_runs_says_so_waits_and_adopts_it
 
 
 def test_a_ledger_that_says_otherwise_than_the_folders_is_read_again_and_said(tmp_path):
-    experiment = tiny(tmp_path, seeds=1)
+    experiment = idle(tmp_path, seeds=1)
     sweep(experiment, tmp_path)
     before = records(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "sweeps" / "tiny" / "ledger.db")) as db:
@@ -178,7 +178,7 @@ def test_a_trial_that_went_on_from_the_state_of_one_that_is_put_aside_runs_again
 def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_trial_runs_again(
     tmp_path, monkeypatch
 ):
-    experiment, commit, spoiled = tiny(tmp_path, seeds=1, retry=1), Store.commit, []
+    experiment, commit, spoiled = idle(tmp_path, seeds=1, retry=1), Store.commit, []
 
     def spoil(store: Store, trial: str, result: dict) -> None:
         commit(store, trial, result)
@@ -201,7 +201,7 @@ def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_tr
 
 
 def test_fresh_runs_everything_again_once_and_keeps_what_was_there(tmp_path):
-    experiment = tiny(tmp_path, seeds=1)
+    experiment = idle(tmp_path, seeds=1)
     sweep(experiment, tmp_path)
     before = records(tmp_path)
     outcome, _ = wished(experiment, tmp_path, fresh=True)
@@ -213,20 +213,20 @@ def test_fresh_runs_everything_again_once_and_keeps_what_was_there(tmp_path):
 
 def test_a_changed_sweep_says_what_it_wants_more_and_what_no_longer(tmp_path):
     """Without blaming the file: `--seeds` changes a sweep as well."""
-    sweep(tiny(tmp_path, seeds=1, ablate={"rht": [True, False]}), tmp_path)
-    _, news = sweep(tiny(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)
+    sweep(idle(tmp_path, seeds=1, ablate={"rht": [True, False]}), tmp_path)
+    _, news = sweep(idle(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)
     assert news[0] == "changed since the last run: +2 arms, 2 arms no longer wanted (kept), +1 seed"
     assert "changed" not in " ".join(
-        sweep(tiny(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)[1]
+        sweep(idle(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)[1]
     )
 
 
 def test_code_that_changed_in_the_middle_of_a_sweep_is_refused_until_it_is_accepted(tmp_path, monkeypatch):
-    experiment = tiny(tmp_path, budget={"trials": 2})
+    experiment = idle(tmp_path, budget={"trials": 2})
     sweep(experiment, tmp_path)
     then = numerics.VERSION
     monkeypatch.setattr(numerics, "VERSION", then + 1)
-    changed = tiny(tmp_path)
+    changed = idle(tmp_path)
     with pytest.raises(
         InputError,
         match=rf"2 trials are done under numerics version {then}, now {then + 1}, and 6 would run: .*--accept-version",
@@ -238,7 +238,7 @@ def test_code_that_changed_in_the_middle_of_a_sweep_is_refused_until_it_is_accep
     assert sweep(changed, tmp_path)[0].ran == 0
     monkeypatch.setattr(numerics, "VERSION", then)
     assert (
-        wished(tiny(tmp_path), tmp_path, accept_version=True)[0].ran == 4
+        wished(idle(tmp_path), tmp_path, accept_version=True)[0].ran == 4
     )  # what was done at first is still there
     monkeypatch.setattr(numerics, "VERSION", then + 1)
     assert sweep(changed, tmp_path)[0].ran == 0  # and all of it is done under this one too
@@ -255,13 +255,7 @@ def test_a_budget_of_cost_ends_a_run(tmp_path):
 # --- what is ordered, and what is full ------------------------------------------------------------
 
 
-LONG = {
-    Inline: {
-        "shape": {"steps": 20, "eval_every": 20},
-        "telemetry": {"log": 1},
-    },  # advances only where it is asked
-    Children: {"workload": {"idle": {"steps": 30}}},
-}
+LONG = {"workload": {"idle": {"steps": 30}}}
 
 
 def ordered(state: Path, order: dict, connect, monkeypatch) -> tuple[Outcome, list[str]]:
@@ -269,7 +263,7 @@ def ordered(state: Path, order: dict, connect, monkeypatch) -> tuple[Outcome, li
     gate = Gate(state)
     gate.shut(1)
     monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
-    experiment = tiny(state, seeds=1, retry=0, **LONG[connect])
+    experiment = tiny(state, seeds=1, retry=0, **LONG)
     running, news, outcome = Controller(experiment, state, "cpu", connect, None), [], None
     given = False
     for step in running.run():
@@ -299,7 +293,7 @@ def test_what_is_stopped_keeps_its_records_and_goes_on_with_the_next_run(
     assert statuses(tmp_path) == {("bf16", 0): "done", ("rht=true", 0): "stopped", ("rht=false", 0): "done"}
     assert any(line.startswith("rht=true seed=0: stopped") for line in news)
     assert records(tmp_path)["rht=true", 0]
-    experiment = tiny(tmp_path, seeds=1, **LONG[connect])
+    experiment = tiny(tmp_path, seeds=1, **LONG)
     assert sweep(experiment, tmp_path)[0].status == "done"
     sweep(experiment, tmp_path / "plain")
     assert records(tmp_path) == records(tmp_path / "plain")
@@ -313,19 +307,19 @@ def test_a_stopped_sweep_ends_and_the_same_command_goes_on(tmp_path, monkeypatch
 
 
 def test_an_order_to_a_controller_that_is_no_more_is_not_obeyed_by_the_next(tmp_path):
-    experiment = tiny(tmp_path, seeds=1, budget={"trials": 1})
+    experiment = idle(tmp_path, seeds=1, budget={"trials": 1})
     sweep(experiment, tmp_path)
     sweep_control.give(tmp_path / "sweeps" / "tiny", {"stop": "sweep"})
-    assert sweep(tiny(tmp_path, seeds=1), tmp_path)[0].status == "done"
+    assert sweep(idle(tmp_path, seeds=1), tmp_path)[0].status == "done"
 
 
 def test_a_disk_that_is_nearly_full_starts_nothing_and_says_how_much_to_free(tmp_path, monkeypatch):
     monkeypatch.setattr(controller, "SPARE_BYTES", 1 << 60)
-    outcome, _ = sweep(tiny(tmp_path, seeds=1), tmp_path)
+    outcome, _ = sweep(idle(tmp_path, seeds=1), tmp_path)
     assert (outcome.status, outcome.ran) == ("disk", 0)
     assert "free 11529" in outcome.why
     monkeypatch.undo()
-    assert sweep(tiny(tmp_path, seeds=1), tmp_path)[0].status == "done"
+    assert sweep(idle(tmp_path, seeds=1), tmp_path)[0].status == "done"
 
 
 @pytest.fixture
@@ -352,7 +346,7 @@ def test_a_disk_that_runs_full_in_the_middle_of_a_sweep_loses_nothing(
     connect, small_disk, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(controller, "SPARE_BYTES", 0)
-    experiment = tiny(tmp_path, seeds=2, telemetry={"log": 1, "every": 1})
+    experiment = idle(tmp_path)
     ballast = small_disk / "ballast"
     running = Controller(experiment, small_disk, "cpu", connect, None)
     for step in running.run():
@@ -388,7 +382,7 @@ def test_room_is_made_by_removing_the_shared_checkpoints_that_were_unused_for_lo
 
 
 def test_undecided_arms_get_more_seeds_with_their_baselines_and_a_second_run_asks_for_none(tmp_path):
-    grows = tiny(
+    grows = idle(
         tmp_path, seeds={"start": 2, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 1e-9}
     )
     outcome, news = sweep(grows, tmp_path)
@@ -402,7 +396,7 @@ def test_undecided_arms_get_more_seeds_with_their_baselines_and_a_second_run_ask
 
 
 def test_an_arm_that_is_decided_gets_no_more_seeds(tmp_path):
-    grows = tiny(
+    grows = idle(
         tmp_path, seeds={"start": 3, "most": 6, "step": 2}, metric={"name": "val/loss", "min_effect": 100.0}
     )
     sweep(grows, tmp_path)
@@ -410,10 +404,10 @@ def test_an_arm_that_is_decided_gets_no_more_seeds(tmp_path):
 
 
 def test_an_arm_that_grew_is_one_point_of_the_study_with_the_mean_of_all_its_seeds(tmp_path):
-    grows = tiny(
+    grows = idle(
         tmp_path, seeds={"start": 2, "most": 4, "step": 1}, metric={"name": "val/loss", "min_effect": 1e-9}
     )
-    sweep(tiny(tmp_path, seeds=2), tmp_path)  # told with two seeds, before it grows
+    sweep(idle(tmp_path, seeds=2), tmp_path)  # told with two seeds, before it grows
     sweep(grows, tmp_path)
     found = values(tmp_path)
     for trial in trials(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
-from support.experiments import Children, content, ledger, sweep, tiny, write
+from support.experiments import Children, content, idle, ledger, sweep, tiny, write
 from support.studies import outcomes, trials
 
 from ablate.execution.projections import Projections
@@ -148,7 +148,7 @@ def test_what_a_dashboard_wrote_stays(swept, tmp_path):
 
 
 def test_a_point_queued_by_a_driver_that_died_does_not_shift_the_others(tmp_path):
-    experiment = tiny(tmp_path)
+    experiment = idle(tmp_path)
     (tmp_path / "sweeps" / "tiny").mkdir(parents=True)
     study = Study(tmp_path / "sweeps" / "tiny" / "optuna.log", experiment, [])
     study.study.enqueue_trial({"rht": True}, user_attrs={"arm": "rht=true"})
@@ -162,7 +162,7 @@ def test_a_point_queued_by_a_driver_that_died_does_not_shift_the_others(tmp_path
 
 
 def test_a_point_that_the_ledger_does_not_know_is_not_left_running(tmp_path):
-    search = tiny(tmp_path, ablate={"cooldown": {"uniform": [0, 0.5]}}, search={"trials": 2}, seeds=1)
+    search = idle(tmp_path, ablate={"cooldown": {"uniform": [0, 0.5]}}, search={"trials": 2}, seeds=1)
     (tmp_path / "sweeps" / "tiny").mkdir(parents=True)
     Study(tmp_path / "sweeps" / "tiny" / "optuna.log", search, []).ask()  # and then its driver died
     sweep(search, tmp_path)
@@ -224,9 +224,9 @@ def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(
         "ablate": {"cooldown": {"uniform": [0.25, 0.75]}, "rht": [True, False]},
         "search": {"trials": 5, "sampler": "tpe"},
     }
-    first, _ = sweep(tiny(tmp_path, budget={"trials": 5}, **keys), tmp_path)
+    first, _ = sweep(idle(tmp_path, budget={"trials": 5}, **keys), tmp_path)
     assert (first.status, first.ran) == ("budget", 5)
-    second, _ = sweep(tiny(tmp_path, **keys), tmp_path)
+    second, _ = sweep(idle(tmp_path, **keys), tmp_path)
     assert second.status == "done"
     found = trials(tmp_path)
     assert [(trial.number, trial.state) for trial in found] == [(n, TrialState.COMPLETE) for n in range(5)]
@@ -240,7 +240,7 @@ def test_a_search_goes_on_after_its_budget_and_asks_for_no_more_than_its_trials(
     }
     book.close()
     assert {t.number: t.value for t in found} == pytest.approx({n: sum(v) / 2 for n, v in by_arm.items()})
-    third, _ = sweep(tiny(tmp_path, **keys), tmp_path)
+    third, _ = sweep(idle(tmp_path, **keys), tmp_path)
     assert (third.status, third.ran, len(trials(tmp_path))) == ("done", 0, 5)
 
 

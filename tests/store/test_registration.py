@@ -3,7 +3,7 @@
 from contextlib import closing
 
 import pytest
-from support.experiments import ledger, sweep, tiny
+from support.experiments import idle, ledger, sweep
 
 from ablate.execution.controller import Controller
 from ablate.execution.workers import Inline
@@ -30,7 +30,7 @@ def provenance(state, name: str = "tiny") -> str:
 
 def test_a_design_is_registered_once_before_its_first_trial(tmp_path):
     for _ in range(2):
-        sweep(tiny(tmp_path), tmp_path)
+        sweep(idle(tmp_path), tmp_path)
     assert recorded(tmp_path) == [(6, 0)]
     assert provenance(tmp_path).endswith("before any of its 6 trials had finished")
 
@@ -47,22 +47,22 @@ def test_a_design_is_registered_once_before_its_first_trial(tmp_path):
     ],
 )
 def test_a_change_after_results_is_recorded_with_how_many_there_were(changed, trials, tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
-    sweep(tiny(tmp_path, **changed), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
+    sweep(idle(tmp_path, **changed), tmp_path)
     assert recorded(tmp_path) == [(6, 0), trials]
     assert "; changed to " in provenance(tmp_path)
     assert f"after {trials[1]} of its {trials[0]} trials had finished" in provenance(tmp_path)
 
 
 def test_what_changes_no_result_is_no_change(tmp_path):
-    sweep(tiny(tmp_path), tmp_path)
-    sweep(tiny(tmp_path, budget={"hours": 5}, telemetry={"log": 3}), tmp_path)
+    sweep(idle(tmp_path), tmp_path)
+    sweep(idle(tmp_path, budget={"hours": 5}, telemetry={"log": 3}), tmp_path)
     assert len(recorded(tmp_path)) == 1
 
 
 def test_results_of_an_earlier_sweep_were_known_before(tmp_path):
-    sweep(tiny(tmp_path, "first"), tmp_path)
-    sweep(tiny(tmp_path, "second", seeds=3), tmp_path)
+    sweep(idle(tmp_path, "first"), tmp_path)
+    sweep(idle(tmp_path, "second", seeds=3), tmp_path)
     assert recorded(tmp_path, "second") == [(9, 6)]
     assert "after 6 of its 9 trials had finished" in provenance(tmp_path, "second")
     assert late(tmp_path, "second") == []  # three were not
@@ -70,7 +70,7 @@ def test_results_of_an_earlier_sweep_were_known_before(tmp_path):
 
 def test_a_question_that_changes_before_there_is_a_result_is_not_late(tmp_path):
     for question in ("Does it matter?", "Does it pay?"):
-        steps = Controller(tiny(tmp_path, question=question), tmp_path, "cpu", Inline, None).run()
+        steps = Controller(idle(tmp_path, question=question), tmp_path, "cpu", Inline, None).run()
         while not (tmp_path / "sweeps" / "tiny" / "ledger.db").exists() or len(recorded(tmp_path)) < 1:
             next(steps)
         next(steps)
@@ -80,8 +80,8 @@ def test_a_question_that_changes_before_there_is_a_result_is_not_late(tmp_path):
 
 
 def test_a_search_registers_its_space(tmp_path):
-    space = {"ablate": {"workload.lr": {"uniform": [1e-4, 1e-2]}}, "seeds": 1}
-    sweep(tiny(tmp_path, search={"sampler": "random", "trials": 2}, **space), tmp_path)
-    space["ablate"] = {"workload.lr": {"uniform": [1e-4, 1e-3]}}
-    sweep(tiny(tmp_path, search={"sampler": "random", "trials": 2}, **space), tmp_path)
+    space = {"ablate": {"workload.x": {"uniform": [1e-4, 1e-2]}}, "seeds": 1}
+    sweep(idle(tmp_path, search={"sampler": "random", "trials": 2}, **space), tmp_path)
+    space["ablate"] = {"workload.x": {"uniform": [1e-4, 1e-3]}}
+    sweep(idle(tmp_path, search={"sampler": "random", "trials": 2}, **space), tmp_path)
     assert len(recorded(tmp_path)) == 2

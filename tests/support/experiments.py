@@ -36,6 +36,8 @@ SHAPE = {
 }
 UNMEASURED = {"every": 0, "shadow": 0}
 """Telemetry without measurements, which take over half the time of a trial of four steps. What is recorded at every step stays."""
+IDLE = {"workload": {"idle": {"steps": 4}}}
+"""Workload of an experiment whose trials train nothing: a sweep of six takes 0.1 CPU-seconds, and one of gpt 0.9."""
 TOO_LARGE = 1 << 44
 """A `hidden` that no machine can allocate: passes every check, and fails when the trial runs."""
 WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": None, "workload.warmup": 0.0}}
@@ -83,6 +85,11 @@ def write(folder: Path, name: str = "tiny", shape: dict[str, Any] | None = None,
 def tiny(folder: Path, name: str = "tiny", shape: dict[str, Any] | None = None, **keys: Any) -> Experiment:
     """The experiment, written and loaded."""
     return load(write(folder, name, shape, **keys))
+
+
+def idle(folder: Path, name: str = "tiny", **keys: Any) -> Experiment:
+    """The experiment without training, for promises about what is run, and not about what a trial computes."""
+    return tiny(folder, name, **IDLE | keys)
 
 
 def problems(path: Path) -> list[Problem | str]:
