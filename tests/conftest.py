@@ -33,6 +33,10 @@ if (
 ):  # a shell's background job, which every command under test would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+TESTS = Path(__file__).parent
+SUPPORT = [".".join(path.relative_to(TESTS).with_suffix("").parts) for path in TESTS.glob("support/**/*.py")]
+"""Modules that tests share, by name: each test looks them up, and a search of all modules would take a millisecond."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -96,7 +100,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def one_support() -> Iterator[None]:
     """Support modules that are imported once: code of one's own that a test loads imports its modules anew, and would leave others here."""
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "support"}
+    before = {name: sys.modules[name] for name in SUPPORT if name in sys.modules}
     yield
     sys.modules.update(before)
 
