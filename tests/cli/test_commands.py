@@ -15,16 +15,18 @@ import pytest
 import typer
 from jsonschema import Draft202012Validator
 from lint_weight import leaves
-from support.cases import every, sampled
+from support.cases import covering, every
 from support.commands import INLINE, here
 from support.experiments import (
     EXPERIMENTS,
+    IDLE,
     TOO_LARGE,
     WILD,
     ablate,
     end,
     environment,
     gone,
+    idle,
     ledger,
     start,
     statuses,
@@ -144,7 +146,14 @@ def computes(path):
     return "\nblame:" in path.read_text()
 
 
-PLANNED = sampled(((path, computes(path)) for path in EXPERIMENTS), 8, seed=0)
+def features(path):
+    """Return the workload and the keys of an experiment, which decide what its plan imports."""
+    text = path.read_text()
+    (workload,) = re.findall(r"^workload:\s*\{?(\w+)", text, re.MULTILINE)
+    return [f"workload={workload}", *(f"key={key}" for key in re.findall(r"^(\w+):", text, re.MULTILINE))]
+
+
+PLANNED = [(path, computes(path)) for path in covering({path: features(path) for path in EXPERIMENTS})]
 """Experiments whose plans are made: `make test` plans all of them in this process for the committed texts of plans."""
 
 
@@ -187,15 +196,15 @@ def test_a_plan_imports_nothing_heavy(path, scipy, plans):
 
 
 def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
-    path = write(tmp_path)
-    sweep(tiny(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
+    path = write(tmp_path, **IDLE)
+    sweep(idle(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
     done = here("plan", path, "--device", "cpu", ABLATE_STATE=str(tmp_path / "state"))
     rows = {
         line.split()[0]: line.split()[1:]
         for line in done.stdout.splitlines()
         if line.startswith(("bf16", "rht="))
     }
-    experiment = tiny(tmp_path)
+    experiment = idle(tmp_path)
     ids = {arm.name: [experiment.spec(arm, seed, "cpu").id[:8] for seed in (0, 1)] for arm in experiment.arms}
     assert rows == {
         "bf16": ["-", "2", "2", *ids["bf16"]],
@@ -206,10 +215,10 @@ def test_a_plan_names_arms_baselines_ids_and_what_is_done(tmp_path):
 
 
 def test_a_plan_as_json_has_the_trials_that_the_sweep_runs(tmp_path):
-    path = write(tmp_path, search=None, seeds=2)
-    sweep(tiny(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
+    path = write(tmp_path, search=None, seeds=2, **IDLE)
+    sweep(idle(tmp_path, "part", ablate={"rht": [True]}), tmp_path / "state")
     plan = json.loads(here("plan", path, "--json", "--device", "cpu", "--state", tmp_path / "state").stdout)
-    experiment = tiny(tmp_path)
+    experiment = idle(tmp_path)
     assert {(arm["arm"], trial["seed"]): trial["id"] for arm in plan["arms"] for trial in arm["trials"]} == {
         (arm.name, seed): experiment.spec(arm, seed, "cpu").id for arm in experiment.arms for seed in (0, 1)
     }
@@ -353,7 +362,9 @@ def test_the_same_command_again_runs_nothing_starts_nothing_and_answers_the_same
 
 
 def test_a_budget_ends_with_status_3_and_an_answer_so_far(tmp_path):
-    done = here("sweep", write(tmp_path, budget={"trials": 2}), "--state", tmp_path / "state", *INLINE)
+    done = here(
+        "sweep", write(tmp_path, budget={"trials": 2}, **IDLE), "--state", tmp_path / "state", *INLINE
+    )
     assert done.returncode == 3
     assert "2 trials run in" in done.stdout
     assert (
@@ -371,7 +382,7 @@ def done_count(state) -> int:
 
 @pytest.mark.slow
 def test_a_driver_killed_and_then_interrupted_loses_nothing_and_repeats_nothing(tmp_path):
-    keys = {"seeds": 3, "telemetry": {"checkpoint": 0}}
+    keys = {"telemetry": {"checkpoint": 0}}
     path, state, gate = write(tmp_path, **keys), tmp_path / "state", Gate(tmp_path)
 
     def stopped_at(trials: int) -> subprocess.Popen:
