@@ -15,7 +15,18 @@ from functools import partial
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import TOO_LARGE, Children, end, environment, start, sweep, tiny, until, write
+from support.experiments import (
+    TOO_LARGE,
+    Children,
+    end,
+    environment,
+    idle,
+    start,
+    sweep,
+    tiny,
+    until,
+    write,
+)
 from support.ledgers import overwrite_middle
 from support.processes import modules
 
@@ -241,7 +252,7 @@ def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
     ):
         (tmp_path / "sweeps" / name).mkdir(parents=True)
         (tmp_path / "sweeps" / name / "ledger.db").write_bytes(content)
-    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    sweep(idle(tmp_path, seeds=1), tmp_path)
     found = {one["name"]: one for one in said(tmp_path)}
     assert found["tiny"]["trouble"] is None
     for name in ("text", "pages"):

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 
 import pytest
-from support.experiments import WILD, Children, ledger, statuses, sweep, tiny, until
+from support.experiments import WILD, Children, idle, ledger, statuses, sweep, tiny, until
 from support.mlflow_runs import histories, runs
 from support.studies import outcomes, trials
 
@@ -152,7 +152,7 @@ def test_a_run_says_its_data_in_one_call_and_once(client, store, tmp_path, monke
 
 
 def test_what_has_no_data_has_no_input(client, store, tmp_path):
-    sweep(tiny(tmp_path, "idle", workload={"idle": {"steps": 2}}, seeds=1), tmp_path, store)
+    sweep(idle(tmp_path, "idle", seeds=1), tmp_path, store)
     assert [run.inputs.dataset_inputs for run in runs(client, "idle")] == [[], [], []]
 
 
@@ -202,7 +202,7 @@ def test_every_run_says_what_it_is_compared_with_and_by_how_much_it_differs(clie
 @pytest.mark.parametrize("late", ["bf16", "rht=true"])
 def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, store, tmp_path):
     name = f"late-{late.partition('=')[0]}"
-    sweep(tiny(tmp_path, name, seeds=1), tmp_path)
+    sweep(idle(tmp_path, name, seeds=1), tmp_path)
     book = Ledger(tmp_path / "sweeps" / name / "ledger.db")
     trials = {member.name: member.trial for member in book.members()}
     book.settle(trials[late], "pending")
@@ -269,7 +269,7 @@ def test_a_report_is_attached_to_the_sweeps_run_and_named_once(client, drawn, st
 
 
 def test_a_report_on_a_sweep_that_is_not_drawn_goes_nowhere(tmp_path):
-    sweep(tiny(tmp_path, seeds=1), tmp_path)
+    sweep(idle(tmp_path, seeds=1), tmp_path)
     book = ledger(tmp_path)
     log_report("http://127.0.0.1:9", book, tmp_path)
     book.close()
@@ -352,7 +352,7 @@ def test_the_spec_and_the_result_are_artifacts(client, drawn, tmp_path):
 
 def test_what_a_trial_left_goes_with_every_run_of_it_and_with_no_other(client, store, tmp_path):
     """A sweep that was not drawn, its pictures, and a second one that adopts all its trials."""
-    sweep(tiny(tmp_path, "first", seeds=1), tmp_path)
+    sweep(idle(tmp_path, "first", seeds=1), tmp_path)
     pictured = {path.name for path in (tmp_path / "trials").iterdir()} - {
         min(path.name for path in (tmp_path / "trials").iterdir())
     }
@@ -360,7 +360,7 @@ def test_what_a_trial_left_goes_with_every_run_of_it_and_with_no_other(client, s
         (tmp_path / "trials" / trial / "artifacts").mkdir(exist_ok=True)
         (tmp_path / "trials" / trial / "artifacts" / "grid.png").write_text(trial)
         (tmp_path / "trials" / trial / "artifacts" / "link.txt").symlink_to("/etc/hostname")
-    outcome, _ = sweep(tiny(tmp_path, "adopting", seeds=1), tmp_path, store)
+    outcome, _ = sweep(idle(tmp_path, "adopting", seeds=1), tmp_path, store)
     assert outcome.ran == 0
     found = {}
     for run in runs(client, "adopting"):
@@ -395,11 +395,11 @@ LOST = {
 @pytest.mark.parametrize("lost", LOST)
 def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, store, tmp_path):
     name = f"twice-{len(lost)}"
-    sweep(tiny(tmp_path, name, seeds=1), tmp_path, store)
+    sweep(idle(tmp_path, name, seeds=1), tmp_path, store)
     before = {run.info.run_id: histories(client, run) for run in runs(client, name)}
     forget(tmp_path, name, LOST["the runs"])
     forget(tmp_path, name, LOST[lost])
-    sweep(tiny(tmp_path, name, seeds=1), tmp_path, store)
+    sweep(idle(tmp_path, name, seeds=1), tmp_path, store)
     assert {run.info.run_id: histories(client, run) for run in runs(client, name)} == before
     assert len(runs(client, name, "sweep")) == 1
     assert {run.info.status for kind in ("sweep", "trial") for run in runs(client, name, kind)} == {
@@ -463,8 +463,8 @@ def test_a_sweep_that_shares_trials_has_runs_of_its_own(client, drawn, store):
 
 
 def test_what_was_run_without_mlflow_is_drawn_later(client, store, tmp_path):
-    sweep(tiny(tmp_path, "later", seeds=1), tmp_path)
-    outcome, _ = sweep(tiny(tmp_path, "later", seeds=1), tmp_path, store)
+    sweep(idle(tmp_path, "later", seeds=1), tmp_path)
+    outcome, _ = sweep(idle(tmp_path, "later", seeds=1), tmp_path, store)
     assert outcome.ran == 0
     assert len(runs(client, "later")) == 3
     assert all("val/loss" in run.data.metrics for run in runs(client, "later"))
@@ -534,12 +534,12 @@ def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(
 ):
     with monkeypatch.context() as patched:
         patched.setattr(controller, "MLFLOW_GRACE_SECONDS", 2.0)
-        outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
+        outcome, news = sweep(idle(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert set(statuses(tmp_path, "dead").values()) == {"done"}
     assert re.match(r"MLflow \d+ records behind \(", news[-1])
     assert news[-1].endswith("): `ablate rebuild --sync`, or the next run of this sweep, ships the rest")
-    outcome, news = sweep(tiny(tmp_path, "dead", seeds=1), tmp_path, store)
+    outcome, news = sweep(idle(tmp_path, "dead", seeds=1), tmp_path, store)
     assert (outcome.ran, news) == (0, [])
     assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "dead", kind)] == [
         "FINISHED"
@@ -551,9 +551,9 @@ def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(
 def test_another_server_is_drawn_from_the_start(client, drawn, store, tmp_path):
     from mlflow import MlflowClient
 
-    sweep(tiny(tmp_path, "moved", seeds=1), tmp_path, store)
+    sweep(idle(tmp_path, "moved", seeds=1), tmp_path, store)
     other = f"sqlite:///{tmp_path / 'other.db'}"
-    sweep(tiny(tmp_path, "moved", seeds=1), tmp_path, other)
+    sweep(idle(tmp_path, "moved", seeds=1), tmp_path, other)
     there = {
         run.info.run_name: histories(MlflowClient(other), run) for run in runs(MlflowClient(other), "moved")
     }

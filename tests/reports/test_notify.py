@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import TOO_LARGE, end, start, statuses, until, write
+from support.experiments import IDLE, TOO_LARGE, end, start, statuses, until, write
 from support.gates import Gate
 
 from ablate.errors import InputError
@@ -169,7 +169,9 @@ def test_a_bad_hook_ends_a_sweep_before_it_begins(tmp_path):
 
 def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
     state = tmp_path / "state"
-    done = here("sweep", write(tmp_path, seeds=1), "--state", state, *INLINE, ABLATE_NOTIFY=command(tmp_path))
+    done = here(
+        "sweep", write(tmp_path, seeds=1, **IDLE), "--state", state, *INLINE, ABLATE_NOTIFY=command(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     (message,) = told(tmp_path)
     book = open_ledger(state, "tiny")
@@ -189,7 +191,7 @@ def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
 
 def test_a_hook_that_fails_is_one_line_and_changes_nothing(tmp_path):
     done = here(
-        "sweep", write(tmp_path, seeds=1), "--state", tmp_path / "state", *INLINE, "--notify", "false"
+        "sweep", write(tmp_path, seeds=1, **IDLE), "--state", tmp_path / "state", *INLINE, "--notify", "false"
     )
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "notify: false ended with status 1"
@@ -216,7 +218,7 @@ def early_end(folder, status: str) -> None:
 
 def test_an_end_by_the_budget_is_told_too(tmp_path):
     words = ("--state", tmp_path / "state", *INLINE, "--notify", command(tmp_path))
-    assert here("sweep", write(tmp_path, budget={"trials": 1}), *words).returncode == 3
+    assert here("sweep", write(tmp_path, budget={"trials": 1}, **IDLE), *words).returncode == 3
     early_end(tmp_path, "budget")
 
 
