@@ -1,6 +1,7 @@
 """docs/project/extending.md: the tests that it names exist, and it names every file in which a sibling appears."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 from support.cases import every
@@ -50,13 +51,15 @@ SIBLINGS = {
 """For each row a pattern that finds an existing sibling, and the files that are this sibling's own."""
 
 
-def files() -> list[Path]:
-    """Return the files in which siblings are looked for; generated pages have them without being edited."""
+@cache
+def files() -> dict[str, str]:
+    """Return the contents of the files in which siblings are looked for; generated pages have them without being edited."""
     folders = [
         path for name in ("ablate", "tests", "benchmarks", "docs") for path in (ROOT / name).rglob("*")
     ]
     found = [path for path in (*folders, *ROOT.iterdir()) if path.suffix in (".py", ".md", ".toml", ".txt")]
-    return [path for path in found if str(path.relative_to(ROOT)) not in GENERATED and path != Path(__file__)]
+    texts = {str(path.relative_to(ROOT)): path for path in found if path != Path(__file__)}
+    return {name: path.read_text() for name, path in texts.items() if name not in GENERATED}
 
 
 def named(path: str) -> bool:
@@ -75,7 +78,7 @@ def test_every_test_that_the_page_names_exists():
 @every(row=SIBLINGS)
 def test_every_file_in_which_a_sibling_appears_is_named(row):
     pattern, own = re.compile(SIBLINGS[row][0]), SIBLINGS[row][1].split()
-    found = [str(path.relative_to(ROOT)) for path in files() if pattern.search(path.read_text())]
+    found = [name for name, text in files().items() if pattern.search(text)]
     assert found
     assert set(own) <= set(found)
     assert [path for path in found if path not in own and not named(path)] == []
