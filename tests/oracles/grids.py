@@ -1,5 +1,7 @@
 """Number formats by enumeration, and rounding by search: slow, in float64, and independent of any bit trick."""
 
+from typing import Any
+
 import numpy as np
 
 POWERS = 2.0 ** np.arange(-127, 128)
@@ -60,7 +62,7 @@ def nearest(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     return np.copysign(grid[index], values)
 
 
-def neighbours(value: float, grid: np.ndarray) -> tuple[float, float]:
-    """The grid points at or around a magnitude; both are the smallest or the largest beyond them."""
-    magnitude = min(max(abs(float(value)), grid[0]), grid[-1])
-    return grid[grid <= magnitude][-1], grid[grid >= magnitude][0]
+def neighbours(values: Any, grid: np.ndarray) -> tuple[Any, Any]:
+    """The grid points at or around magnitudes; both are the smallest or the largest beyond them."""
+    magnitudes = np.clip(np.abs(np.asarray(values, dtype=np.float64)), grid[0], grid[-1])
+    return grid[np.searchsorted(grid, magnitudes, side="right") - 1], grid[np.searchsorted(grid, magnitudes)]
