@@ -87,6 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Collect garbage from now on, but search none of what is imported: a full collection would take half a second, in each fork too."""
     gc.freeze()
+    gc.set_threshold(10_000)  # not every 700 objects: a parsed file has thousands, none of them garbage
     gc.enable()
 
 
