@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ablate, environment, program, statuses, until, write
+from support.experiments import IDLE, ablate, environment, program, statuses, until, write
 from support.gates import Gate
 
 from ablate.cli.settings import find_settings
@@ -118,7 +118,7 @@ def test_what_is_wrong_with_the_file_is_said_before_anything_is_detached(tmp_pat
 
 
 def test_a_detached_sweep_that_has_nothing_to_do_answers_and_ends(tmp_path):
-    path, state = write(tmp_path, seeds=1), tmp_path / "state"
+    path, state = write(tmp_path, seeds=1, **IDLE), tmp_path / "state"
     here("sweep", path, "--state", state, *INLINE)
     done = ablate("sweep", path, "--state", state, *INLINE, "--detach")
     assert done.returncode == 0
