@@ -34,7 +34,10 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
-SUPPORT = [".".join(path.relative_to(TESTS).with_suffix("").parts) for path in TESTS.glob("support/**/*.py")]
+SUPPORT = [
+    ".".join(path.relative_to(TESTS).with_suffix("").parts).removesuffix(".__init__")
+    for path in TESTS.glob("support/**/*.py")
+]
 """Modules that tests share, by name: each test looks them up, and a search of all modules would take a millisecond."""
 
 
