@@ -8,16 +8,11 @@ places. A new one is a function and its name in `CHECKS`, at the foot, or in `CH
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 
-from ablate.engines.hardware import Machine
 from ablate.errors import Problem, Reading, nearest
-from ablate.experiment.arms import Arm, StartingPoint
 from ablate.experiment.blame_design import FEWEST_SEEDS as FEWEST_PROOFS
 from ablate.experiment.blame_units import blamed
-from ablate.experiment.engine_selection import Choice, choose
-from ablate.experiment.expand import Against
+from ablate.experiment.draft import Draft
 from ablate.experiment.forked_design import misfits, resolved
 from ablate.experiment.metric_checks import metric_problems
 from ablate.experiment.schema import (
@@ -25,8 +20,6 @@ from ablate.experiment.schema import (
     MOST_TRIALS,
     SEVERAL,
     Asked,
-    ExperimentFile,
-    Metric,
     Search,
 )
 from ablate.experiment.search_space import Dimension, twins
@@ -39,42 +32,6 @@ _SHOWN = 6
 _BY_WINNER = "a search answers by its winner on fresh seeds: answer: {family: winner}, with search.confirm"
 _LEVELS = ("val/loss", "val/loss_bf16")
 """Metrics that a forked trial has at the end of its windows."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Experiment file that has been read, before it is known that it can be run."""
-
-    name: str
-    document: Document
-    file: ExperimentFile
-    """The file's keys with their types; for `CHECKS`, `design.bad` is the name of an arm."""
-    base: StartingPoint
-    space: Mapping[str, Dimension]
-    """Knobs of `ablate`."""
-    arms: tuple[Arm, ...]
-    """Arms that the file lists; for `CHECKS` also those that are added, baselines first."""
-    ends: tuple[Arm, ...]
-    """Arms at the ends of a search's knobs, which stand for those that it will propose."""
-    against: Against
-    metrics: tuple[Metric, ...]
-    device: str | None
-    """Class of device that trials will run on; None: that of this machine."""
-    machine: Machine | None
-    """Machine that the engine is chosen for; None: this one."""
-    added: tuple[Arm, ...] = ()
-    """Baselines that the file does not list."""
-
-    @cached_property
-    def choice(self) -> Choice:
-        """Engine of all arms. ValueError if the engine that the file names cannot compute them."""
-        return choose(
-            self.file.engine,
-            (*self.arms, *self.ends),
-            self.device,
-            layout=self.file.resources.most,
-            machine=self.machine,
-        )
 
 
 Check = Callable[[Draft], Iterator[Problem]]
@@ -91,12 +48,12 @@ def all_of(checks: tuple[Check, ...], draft: Draft) -> Reading[None]:
 def _constraints(draft: Draft) -> Iterator[Problem]:
     """Yield constraints on a metric that the workload does not measure, duplicates, and constraints without a
     search."""
-    constraints, document = draft.file.constraints, draft.document
+    constraints, document = draft.keys.constraints, draft.document
     for index, constraint in enumerate(constraints):
         yield from metric_problems(constraint.metric, ("constraints", index, "metric"), draft.base, document)
     limits = [constraint.description.rpartition(" ")[0] for constraint in constraints]
     yield from twins(("constraints",), limits, document)
-    if constraints and draft.file.search is None:
+    if constraints and draft.keys.search is None:
         yield document.problem(
             ("constraints",),
             "have no effect without a search: every arm of a grid is run and compared; leave them out",
@@ -106,10 +63,10 @@ def _constraints(draft: Draft) -> Iterator[Problem]:
 def _search(draft: Draft) -> Iterator[Problem]:
     """Yield contradictions of a search's sampler, pruner, rungs and warm start with metrics, seeds and
     arms."""
-    search, metrics, document = draft.file.search, draft.metrics, draft.document
+    search, metrics, document = draft.keys.search, draft.metrics, draft.document
     if search is None:
         return
-    if draft.file.constraints and search.sampler == "cmaes":
+    if draft.keys.constraints and search.sampler == "cmaes":
         yield document.problem(
             ("search", "sampler"),
             "takes no constraints; tpe, gp and nsga2 learn where they hold",
@@ -118,7 +75,7 @@ def _search(draft: Draft) -> Iterator[Problem]:
     if len(metrics) > 1:
         yield from _several(search, len(metrics), document)
     elif search.pruner == "wilcoxon":
-        yield from _wilcoxon(search, len(draft.file.first_seeds), document)
+        yield from _wilcoxon(search, len(draft.keys.first_seeds), document)
     elif search.pruner:
         configs = [draft.base.config, *(arm.config for arm in draft.ends)]
         yield from _rungs(search, metrics[0].name, configs, document)
@@ -215,7 +172,7 @@ def _geometric(rungs: tuple[int, ...]) -> bool:
 def _answer(draft: Draft) -> Iterator[Problem]:
     """Yield why the comparison that the question is about cannot be made. It is fixed before anything runs,
     so that an answer is never picked among comparisons by its size."""
-    asked, document, search = draft.file.answer, draft.document, draft.file.search
+    asked, document, search = draft.keys.answer, draft.document, draft.keys.search
     if asked is None:
         return
     if asked.family is not None:
@@ -241,7 +198,7 @@ def _answer(draft: Draft) -> Iterator[Problem]:
 
 
 def _asked_family(family: str, draft: Draft) -> Iterator[Problem]:
-    search = draft.file.search
+    search = draft.keys.search
     wrong = ""
     if family == "winner" and (search is None or search.confirm is None):
         wrong = "needs a search whose winner is run again on fresh seeds (search.confirm)"
@@ -271,7 +228,7 @@ def _asked_knobs(asked: Asked, knobs: Mapping[str, Dimension], document: Documen
 
 def _forks(draft: Draft) -> Iterator[Problem]:
     """Yield what cannot be forked, each reason once."""
-    file, base, document = draft.file, draft.base, draft.document
+    file, base, document = draft.keys, draft.base, draft.document
     if file.design is None:
         replaying = (arm for arm in (*draft.arms, *draft.ends) if arm.recipe.experts.replays)
         for arm in itertools.islice(replaying, 1):
@@ -319,10 +276,10 @@ def _forks(draft: Draft) -> Iterator[Problem]:
 
 def _blame(draft: Draft) -> Iterator[Problem]:
     """Yield why there is no search for a cause: its units, its budget, or runs that it may request."""
-    if draft.file.blame is None:
+    if draft.keys.blame is None:
         return
     try:
-        design, units, _ = blamed(draft.file, draft.arms)
+        design, units, _ = blamed(draft.keys, draft.arms)
     except ValueError as error:
         yield draft.document.problem(("blame",), str(error))
         return
@@ -336,7 +293,7 @@ def _blame(draft: Draft) -> Iterator[Problem]:
 
 
 def _size(draft: Draft) -> Iterator[Problem]:
-    if (trials := len(draft.file.first_seeds) * len(draft.arms)) > MOST_TRIALS:
+    if (trials := len(draft.keys.first_seeds) * len(draft.arms)) > MOST_TRIALS:
         why = f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
         yield draft.document.problem(("seeds",), why)
 
@@ -344,11 +301,11 @@ def _size(draft: Draft) -> Iterator[Problem]:
 def _published(draft: Draft) -> Iterator[Problem]:
     """Yield published figures of arms or metrics that this experiment does not have."""
     names, document = [arm.name for arm in draft.arms], draft.document
-    for index, figure in enumerate(draft.file.published):
+    for index, figure in enumerate(draft.keys.published):
         yield from metric_problems(figure.metric, ("published", index, "metric"), draft.base, document)
         for key in ("arm", "against"):
             name = getattr(figure, key)
-            if name is not None and name not in names and not draft.file.search:
+            if name is not None and name not in names and not draft.keys.search:
                 yield document.problem(
                     ("published", index, key), f"no such arm; {nearest(name, names)}", name
                 )
@@ -356,9 +313,9 @@ def _published(draft: Draft) -> Iterator[Problem]:
 
 def _kept_weights(draft: Draft) -> Iterator[Problem]:
     """Yield that weights would be kept of trials that have no one model at their end."""
-    if not draft.file.telemetry.keep_weights:
+    if not draft.keys.telemetry.keep_weights:
         return
-    if draft.file.design is not None:
+    if draft.keys.design is not None:
         why = "forked trials end in a model for each window; leave it out"
     elif not all(arm.config.training for arm in draft.arms):
         why = "needs a workload that trains a model of its own (gpt, finetune); your code saves its own"
@@ -369,7 +326,7 @@ def _kept_weights(draft: Draft) -> Iterator[Problem]:
 
 def _engine(draft: Draft) -> Iterator[Problem]:
     """Yield why the engine cannot compute the arms, or the requested ranks cannot divide one."""
-    file, document = draft.file, draft.document
+    file, document = draft.keys, draft.document
     try:
         engine = draft.choice.engine
     except ValueError as error:

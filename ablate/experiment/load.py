@@ -18,8 +18,8 @@ phases of a schedule that no step reaches, recipes that the requested engine can
 too many arms. What is odd but can run becomes a note instead (`Experiment.notes`).
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -30,16 +30,10 @@ from ablate.errors import InputError, Problem, Reading, nearest, settled
 from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys
 from ablate.experiment.blame_design import BlameDesign, BlameNames
 from ablate.experiment.blame_units import Units, blamed
-from ablate.experiment.checks import CHECKS, CHECKS_OF_FILE, Draft, all_of
+from ablate.experiment.checks import CHECKS, CHECKS_OF_FILE, all_of
+from ablate.experiment.draft import Draft
 from ablate.experiment.engine_selection import misfit
-from ablate.experiment.expand import (
-    Against,
-    arms_and_ends,
-    baseline_of,
-    compared,
-    read_against,
-    with_added,
-)
+from ablate.experiment.expand import compared, read_against, with_added, with_arms
 from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
 from ablate.experiment.metric_checks import metrics_in
@@ -48,7 +42,7 @@ from ablate.experiment.phases import never_begins
 from ablate.experiment.recipe_source import load as recipe_of
 from ablate.experiment.recipe_source import parse, recipe_name
 from ablate.experiment.schema import ExperimentFile, Metric
-from ablate.experiment.search_space import Dimension, size, space, spelled_out
+from ablate.experiment.search_space import size, space, spelled_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read, with_values
 from ablate.experiment.yaml_document import parse as parse_yaml
@@ -58,25 +52,10 @@ from ablate.training.fork_design import Forks
 from ablate.training.workloads import GONE, WORKLOADS
 
 
-@dataclass(frozen=True)
-class Experiment:
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Draft):
     """Checked contents of an experiment file: every arm that it names can be built."""
 
-    name: str
-    file: str
-    text: str
-    keys: ExperimentFile
-    """Keys of the file with their types and defaults; `design.bad` is the name of an arm."""
-    base: StartingPoint
-    space: Mapping[str, Dimension]
-    """Knobs of `ablate`."""
-    arms: tuple[Arm, ...]
-    """Arms known from the start, baselines first: all arms of a grid, only the baseline of a search."""
-    added: frozenset[str]
-    """Names of those baselines that the file's own arms do not include."""
-    against: Against
-    metrics: tuple[Metric, ...]
-    """Metrics by which arms are compared, the main one first."""
     engine: str
     """Engine of all arms."""
     engine_why: str
@@ -84,6 +63,16 @@ class Experiment:
     selected."""
     notes: tuple[str, ...] = ()
     """Remarks on what is odd in the file but can run, each with its line and column."""
+
+    @property
+    def file(self) -> str:
+        """Path of the file."""
+        return self.document.file
+
+    @property
+    def text(self) -> str:
+        """Text of the file."""
+        return self.document.text
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -126,7 +115,7 @@ class Experiment:
     def propose(self, knobs: Knobs) -> tuple[Arm, Arm]:
         """Build the arm that a sampler proposed, and its baseline. KnobError, with the reasons, if one of the
         two cannot be run."""
-        arm, baseline = self.base.arm(knobs), baseline_of(self.base, self.against, knobs)
+        arm, baseline = self.base.arm(knobs), self.baseline(knobs)
         resources, design = self.keys.resources, self.keys.design
         for candidate in (arm, baseline):
             if why := resources.misfit(candidate.config, candidate.recipe, self.engine):
@@ -181,25 +170,12 @@ def load(
         document = parse_yaml(with_values(document.text, {"seeds": count}), document.file)
     draft = settled(_draft(name, document, device, machine))
     assert draft is not None, "without a base, a problem has been found"
-    arms, added, file = with_added(draft.arms, draft.file, draft.base, draft.against, document)
-    draft = replace(draft, arms=arms, added=added, file=file)
+    draft = with_added(draft)
     for checks in CHECKS:
         settled(all_of(checks, draft))
-    return Experiment(
-        name=draft.name,
-        file=str(path),
-        text=document.text,
-        keys=draft.file,
-        base=draft.base,
-        space=draft.space,
-        arms=draft.arms,
-        added=frozenset(arm.name for arm in draft.added),
-        against=draft.against,
-        metrics=draft.metrics,
-        engine=draft.choice.engine,
-        engine_why=draft.choice.why,
-        notes=tuple(map(str, _notes(draft))),
-    )
+    contents = {field.name: getattr(draft, field.name) for field in fields(draft)}
+    choice, notes = draft.choice, tuple(map(str, _notes(draft)))
+    return Experiment(**contents, engine=choice.engine, engine_why=choice.why, notes=notes)
 
 
 def _draft(
@@ -221,28 +197,16 @@ def _draft(
     knobs = yield from space(file, document)
     if base is None:
         return None
-    arms, ends = yield from arms_and_ends(file, base, knobs, document)
-    against = yield from read_against(file, base, arms, document)
-    draft = Draft(
-        name=name,
-        document=document,
-        file=file,
-        base=base,
-        space=knobs,
-        arms=arms,
-        ends=ends,
-        against=against,
-        metrics=metrics,
-        device=device,
-        machine=machine,
-    )
+    draft = Draft(name, document, file, base, knobs, metrics, device, machine)
+    draft = yield from with_arms(draft)
+    draft = replace(draft, against=(yield from read_against(draft)))
     yield from all_of(CHECKS_OF_FILE, draft)
     return draft
 
 
 def _notes(draft: Draft) -> Iterator[Problem]:
     """Yield a remark, in the form of a problem, on each thing that is odd in the file but can run."""
-    file, document = draft.file, draft.document
+    file, document = draft.keys, draft.document
     if file.search and (points := size(draft.space, file.search.trials)) < file.search.trials:
         why = f"the space has {points} points, so the search ends once it has proposed each of them"
         yield document.problem(("search", "trials"), why, file.search.trials)
