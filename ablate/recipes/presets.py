@@ -21,7 +21,6 @@ from ablate.recipes.recipe import (
     Layers,
     OsciReset,
     Phase,
-    Products,
     Recipe,
     Rule,
     Weights,
@@ -34,9 +33,28 @@ EDEN = UNBIASED * 0.93
 """Quartet II's factor of the backward pass: mostly clipping-free, with the smallest error."""
 
 
-def _same(x: Quant, w: Quant, g: Quant) -> Products:
-    """Activations, weights and output gradients quantised alike wherever they occur."""
-    return Products(fprop=Fprop(x=x, w=w), dgrad=Dgrad(g=g, w=w), wgrad=Wgrad(g=g, x=x))
+_Turns = tuple[Hadamard | None, Hadamard | None, Hadamard | None]
+"""Rotations of fprop, dgrad and wgrad."""
+_NONE: _Turns = (None, None, None)
+_WGRAD: _Turns = (None, None, Hadamard())
+
+
+def _recipe(
+    x: Quant,
+    w: Quant,
+    g: Quant,
+    turns: _Turns = _NONE,
+    w_again: Quant | None = None,
+    x_again: Quant | None = None,
+    **more: Any,
+) -> Recipe:
+    """Activations, weights and output gradients; the backward pass has `w_again` and `x_again` if given."""
+    return Recipe(
+        fprop=Fprop(x=x, w=w, hadamard=turns[0]),
+        dgrad=Dgrad(g=g, w=w_again or w, hadamard=turns[1]),
+        wgrad=Wgrad(g=g, x=x_again or x, hadamard=turns[2]),
+        **more,
+    )
 
 
 def _fp8(element: str, statistic: str = "amax") -> Quant:
@@ -71,7 +89,7 @@ def fp8_current() -> Recipe:
     Not modelled: TE's fp32 reciprocal of the scale: the product is multiplied by amax / maximum instead, an
     ulp apart.
     """
-    return Recipe.of(_same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2")))
+    return _recipe(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2"))
 
 
 def fp8_delayed() -> Recipe:
@@ -80,7 +98,7 @@ def fp8_delayed() -> Recipe:
     Not modelled: TE's first scale of 1: the first step uses its own amax.
     """
     delayed = "delayed:1024"
-    return Recipe.of(_same(_fp8("e4m3", delayed), _fp8("e4m3", delayed), _fp8("e5m2", delayed)))
+    return _recipe(_fp8("e4m3", delayed), _fp8("e4m3", delayed), _fp8("e5m2", delayed))
 
 
 def mxfp8() -> Recipe:
@@ -89,12 +107,12 @@ def mxfp8() -> Recipe:
     Sources: OCP MX v1.0; Transformer Engine, MXFP8BlockScaling.
     """
     quant = _mx("e4m3", "ceil")
-    return Recipe.of(_same(quant, quant, quant))
+    return _recipe(quant, quant, quant)
 
 
 def _mxfp6(element: str, largest_power: float) -> Recipe:
     quant = _mx(element, "floor", range=Range(map_to=largest_power))
-    return Recipe.of(_same(quant, quant, quant))
+    return _recipe(quant, quant, quant)
 
 
 def mxfp6_e2m3() -> Recipe:
@@ -110,13 +128,7 @@ def mxfp6_e3m2() -> Recipe:
 def mxfp4() -> Recipe:
     """MXFP4: E2M1 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
     quant = _mx("e2m1", "floor", range=Range(map_to=4.0))
-    return Recipe.of(_same(quant, quant, quant))
-
-
-def _nvfp4() -> Products:
-    gradient = Quant(rounding="stochastic")
-    products = _same(Quant(), Quant(block="16x16"), gradient)
-    return products.changed({"wgrad.hadamard": Hadamard()})
+    return _recipe(quant, quant, quant)
 
 
 def nvfp4() -> Recipe:
@@ -125,7 +137,8 @@ def nvfp4() -> Recipe:
     As in Transformer Engine, with all blocks quantised: 16x16 weight blocks, stochastic rounding of both
     copies of dy, a 16-point Hadamard rotation of wgrad with fixed signs.
     """
-    return Recipe.of(_nvfp4())
+    stochastic = Quant(rounding="stochastic")
+    return _recipe(Quant(), Quant(block="16x16"), stochastic, _WGRAD)
 
 
 def nvfp4_paper() -> Recipe:
@@ -133,7 +146,7 @@ def nvfp4_paper() -> Recipe:
 
     Not modelled: its few other bf16 linears.
     """
-    return Recipe.of(_nvfp4(), layers=Layers(last_fraction=0.15))
+    return nvfp4().changed(layers=Layers(last_fraction=0.15))
 
 
 def fp4_all_the_way() -> Recipe:
@@ -144,12 +157,8 @@ def fp4_all_the_way() -> Recipe:
     the new warm-up of the learning rate there: a recipe never moves it.
     """
     stochastic = Quant(rounding="stochastic")
-    return Recipe(
-        fprop=Fprop(x=Quant(), w=Quant()),
-        dgrad=Dgrad(g=stochastic, w=Quant()),
-        wgrad=Wgrad(g=stochastic, x=stochastic),
-        schedule=(Phase(start="noise_ratio:1.7320508:50", slots="backward"),),
-    )
+    phase = Phase(start="noise_ratio:1.7320508:50", slots="backward")
+    return _recipe(Quant(), Quant(), stochastic, x_again=stochastic, schedule=(phase,))
 
 
 def mxfp4_backward() -> Recipe:
@@ -179,11 +188,8 @@ def quartet() -> Recipe:
     gradient = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)
     again = gradient.changed(source="forward")
     signs = Hadamard(size=32, signs="per_call")
-    return Recipe(
-        fprop=Fprop(x=forward, w=forward, hadamard=Hadamard(size=32, signs="none")),
-        dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
-        wgrad=Wgrad(g=gradient, x=again, hadamard=signs),
-    )
+    turns = (Hadamard(size=32, signs="none"), signs, signs)
+    return _recipe(forward, forward, gradient, turns, again, again)
 
 
 def quartet2() -> Recipe:
@@ -197,11 +203,7 @@ def quartet2() -> Recipe:
     gradient = Quant(rounding="ms_eden", range=Range(headroom=EDEN), outer=Outer(bound=256.0))
     again = gradient.changed(source="forward")
     signs = Hadamard(size=128, signs="per_step")
-    return Recipe(
-        fprop=Fprop(x=forward, w=forward),
-        dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
-        wgrad=Wgrad(g=gradient, x=again, hadamard=signs),
-    )
+    return _recipe(forward, forward, gradient, (None, signs, signs), again, again)
 
 
 def tetrajet2() -> Recipe:
@@ -217,11 +219,9 @@ def tetrajet2() -> Recipe:
     gradient = Quant(outer=outer, rounding="stochastic", bits=24)
     again = gradient.changed(source="forward")
     signs = Hadamard(signs="per_call")
-    return Recipe(
-        fprop=Fprop(x=activation, w=Quant(outer=outer)),
-        dgrad=Dgrad(g=gradient, w=again, hadamard=signs),
-        wgrad=Wgrad(g=gradient, x=again.changed(transform=activation.transform), hadamard=signs),
-        weights=Weights(osci_reset=OsciReset()),
+    x_again, weights = again.changed(transform=activation.transform), Weights(osci_reset=OsciReset())
+    return _recipe(
+        activation, Quant(outer=outer), gradient, (None, signs, signs), again, x_again, weights=weights
     )
 
 
@@ -234,8 +234,8 @@ def four_over_six() -> Recipe:
     """
     chosen = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED), outer=Outer(bound=256.0))
-    products = _same(chosen, chosen, gradient)
-    return Recipe.of(products.changed({"wgrad.hadamard": Hadamard()}), layers=Layers(last_fraction=1 / 6))
+    layers = Layers(last_fraction=1 / 6)
+    return _recipe(chosen, chosen, gradient, _WGRAD, layers=layers)
 
 
 def microsoft_fp4() -> Recipe:
@@ -248,10 +248,9 @@ def microsoft_fp4() -> Recipe:
     """
     outer = Outer(granularity="row", bound=1.0)
     forward = Quant(block=None, scale=None, outer=outer)
-    fp8 = _same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2"))
     x = forward.changed(transform=Transform(clamp=0.99))
     w = forward.changed(estimator=Dge())
-    return Recipe(fprop=Fprop(x=x, w=w), dgrad=fp8.dgrad, wgrad=fp8.wgrad)
+    return fp8_current().changed(fprop=Fprop(x=x, w=w))
 
 
 def ufp4() -> Recipe:
@@ -263,11 +262,7 @@ def ufp4() -> Recipe:
     quant = Quant(element="int4", scale=BlockScale(format="fp32"), outer=None)
     gradient = quant.changed(rounding="stochastic")
     rotation = Hadamard()
-    return Recipe(
-        fprop=Fprop(x=quant, w=quant, hadamard=rotation),
-        dgrad=Dgrad(g=gradient, w=quant, hadamard=rotation),
-        wgrad=Wgrad(g=gradient, x=quant, hadamard=rotation),
-    )
+    return _recipe(quant, quant, gradient, (rotation, rotation, rotation))
 
 
 def ue5m3() -> Recipe:
@@ -280,7 +275,7 @@ def ue5m3() -> Recipe:
     scale, outer = BlockScale(format="ue5m3", zero="one"), Outer(statistic="hold:50")
     quant = Quant(scale=scale, outer=outer)
     gradient = quant.changed(rounding="stochastic")
-    return Recipe.of(_same(quant, quant.changed(block="16x16"), gradient))
+    return _recipe(quant, quant.changed(block="16x16"), gradient)
 
 
 def row_scaled() -> Recipe:
@@ -299,8 +294,7 @@ def healing() -> Recipe:
 
     The switch after nine tenths of the run is a choice of this project.
     """
-    fp8 = fp8_current().products
-    return Recipe.of(_nvfp4(), schedule=(Phase(start="fraction:0.9", use=fp8),))
+    return nvfp4().changed(schedule=(Phase(start="fraction:0.9", use=fp8_current().products),))
 
 
 # --- Transformer Engine's mixed recipes (custom_recipes/quantizer_factory_zoo.py, 2.20.2) --------------
@@ -315,19 +309,14 @@ def nvfp4_dequantised() -> Recipe:
 
     Transformer Engine's `NVFP4BlockScaling(backward_override="dequantized")`, used in reinforcement learning.
     """
-    return _dequantised(_nvfp4().fprop)
+    return _dequantised(nvfp4().fprop)
 
 
 def nvfp4_1d_weight() -> Recipe:
     """`nvfp4` with weights in blocks of 1x16; dgrad's weight is quantised from its forward copy (Transformer
     Engine's example).
     """
-    products = _nvfp4()
-    return Recipe(
-        fprop=Fprop(x=Quant(), w=Quant()),
-        dgrad=Dgrad(g=products.dgrad.g, w=Quant(source="forward_bf16")),
-        wgrad=products.wgrad,
-    )
+    return nvfp4().changed({"fprop.w": Quant(), "dgrad.w": Quant(source="forward_bf16")})
 
 
 def mxfp8_fwd_nvfp4_bwd() -> Recipe:
@@ -336,12 +325,7 @@ def mxfp8_fwd_nvfp4_bwd() -> Recipe:
     Gradients are rounded stochastically, wgrad is rotated, and dgrad's weight is quantised in 1x16 blocks
     from its MXFP8 copy.
     """
-    products = _nvfp4()
-    return Recipe(
-        fprop=mxfp8().fprop,
-        dgrad=Dgrad(g=products.dgrad.g, w=Quant(source="forward_bf16")),
-        wgrad=products.wgrad,
-    )
+    return nvfp4().changed({"dgrad.w": Quant(source="forward_bf16")}, fprop=mxfp8().fprop)
 
 
 def mxfp8_fwd_high_precision_bwd() -> Recipe:
@@ -353,7 +337,7 @@ def mxfp8_fwd_high_precision_bwd() -> Recipe:
 
 def high_precision_fwd_mxfp8_bwd() -> Recipe:
     """Forward in bf16; the backward products in MXFP8 (Transformer Engine's example)."""
-    return Recipe.of(mxfp8().products.high_precision("forward"))
+    return mxfp8().changed(fprop=Fprop())
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd() -> Recipe:
@@ -389,7 +373,7 @@ def mxfp4_amd() -> Recipe:
 
 def _per_token(w: Quant) -> Recipe:
     by_rows = Quant(outer=Outer(granularity="row"))
-    return Recipe.of(_same(by_rows, w, by_rows))
+    return _recipe(by_rows, w, by_rows)
 
 
 def nvfp4_per_token() -> Recipe:
@@ -421,13 +405,8 @@ def averis() -> Recipe:
     quantised. Not modelled: whether the paper splits output gradients too (here: not), and which weight
     blocks and roundings it starts from (here: those of `nvfp4`).
     """
-    products, split_off = _nvfp4(), Transform(mean=True)
-    x = Quant(transform=split_off)
-    return Recipe(
-        fprop=Fprop(x=x, w=products.fprop.w),
-        dgrad=products.dgrad,
-        wgrad=Wgrad(g=products.wgrad.g, x=x),
-    )
+    x = Quant(transform=Transform(mean=True))
+    return nvfp4().changed({"fprop.x": x, "wgrad.x": x, "wgrad.hadamard": None})
 
 
 def metis() -> Recipe:
@@ -438,7 +417,7 @@ def metis() -> Recipe:
     (here: subspace iteration), its spectral learning rates and its regulariser.
     """
     quant = Quant(transform=Transform(low_rank=8))
-    return Recipe.of(_same(quant, quant, quant))
+    return _recipe(quant, quant, quant)
 
 
 def if4() -> Recipe:
@@ -450,8 +429,7 @@ def if4() -> Recipe:
     """
     chosen = Quant(select=Select(among="grids"))
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED))
-    products = _same(chosen, chosen, gradient)
-    return Recipe.of(products.changed({"wgrad.hadamard": Hadamard()}))
+    return _recipe(chosen, chosen, gradient, _WGRAD)
 
 
 def luq() -> Recipe:
@@ -465,7 +443,7 @@ def luq() -> Recipe:
     outer = Outer(bound=1.0)
     int4 = Quant(element="int4", block=None, scale=None, outer=outer)
     gradient = Quant(element="e3m0", block=None, scale=None, outer=outer, rounding="stochastic", bits=24)
-    return Recipe.of(_same(int4, int4, gradient))
+    return _recipe(int4, int4, gradient)
 
 
 def hif4() -> Recipe:
@@ -479,7 +457,7 @@ def hif4() -> Recipe:
     """
     scale = BlockScale(format="e6m2", micro_exponents=(8, 4))
     quant = Quant(element="e1m2", block="1x64", scale=scale, outer=None, rounding="away")
-    return Recipe.of(_same(quant, quant, quant))
+    return _recipe(quant, quant, quant)
 
 
 def nemotron3_super() -> Recipe:
@@ -489,7 +467,7 @@ def nemotron3_super() -> Recipe:
     dense transformer lacks: its latent projections in bf16 and its Mamba out-projections in MXFP8.
     """
     attention = Rule(match=Match(within="*Attention*"))
-    return Recipe.of(_nvfp4(), layers=Layers(last_fraction=0.15, rules=(attention,)))
+    return nvfp4().changed(layers=Layers(last_fraction=0.15, rules=(attention,)))
 
 
 def mxfp4_v4() -> Recipe:
