@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.expert_layers import DENSE, EmulatedExpert, Group, is_packed, loads, parameters_of
-from ablate.engines.ranks import Divided, FirstRanks, GatheredTokens, OwnTokens
+from ablate.engines.ranks import Divided
 from ablate.numerics.philox import Clock
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import block_name
@@ -115,9 +115,7 @@ class ExpertsForward:
             tensors = (hidden_states, top_k_index, top_k_weights)
             if module.has_post_expert_norm:
                 raise ValueError(f"{self.name}: a norm behind each expert is not supported on several ranks")
-            return OwnTokens.apply(
-                self._mixed(*(GatheredTokens.apply(each, divided) for each in tensors)), divided
-            )
+            return divided.own(self._mixed(*map(divided.gathered, tensors)))
 
     def _divided(self) -> Divided | None:
         """Return the division of the tokens among ranks if a quantised product needs all of them."""
@@ -192,7 +190,7 @@ class ExpertsForward:
         if not module.has_bias:
             return y
         bias, divided = getattr(module, f"{parameter}_bias"), self._divided()
-        bias = bias if divided is None else FirstRanks.apply(bias, divided)
+        bias = bias if divided is None else divided.first(bias)
         if self.implementation not in ("eager", None):  # in bf16 on a CPU, its gradient is added up in bf16
             return (y + bias[experts]).to(y.dtype)
         each = [row.expand(count, -1) for row, count in zip(bias, counts, strict=True)]

@@ -1,6 +1,7 @@
 """Communication of a linear layer whose tokens or weight are divided among ranks."""
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
@@ -46,6 +47,22 @@ def whole(tensor: Tensor) -> Tensor:
     return torch.cat(gather(padded, mesh.size(), mesh.get_group()))[:rows]
 
 
+class Mapped(torch.autograd.Function):
+    """Autograd function of two maps of tensors: one of the forward pass, one of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
 class Divided:
     """Division of a micro-batch's sequences among the ranks of `group` into `count` parts; every operand's
     tokens are divided alike. This rank has part `index`, from 0."""
@@ -60,6 +77,29 @@ class Divided:
         dw = dw.contiguous()
         dist.all_reduce(dw, group=self.group)
         return dw.to(dtype) if self.index == 0 else torch.zeros_like(dw, dtype=dtype)
+
+    def gathered(self, tokens: Tensor) -> Tensor:
+        """Return all ranks' tokens, of which each rank has the whole gradient. Collective."""
+        return Mapped.apply(tokens, self._all, self._own)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's tokens of all; all ranks' gradients of theirs are gathered. Collective."""
+        return Mapped.apply(whole, self._own, self._all)
+
+    def first(self, parameter: Tensor) -> Tensor:
+        """Return its argument, whose gradient the first rank alone gets: all ranks have computed the same
+        one, and ranks' gradients are added later."""
+        return Mapped.apply(
+            parameter,
+            lambda tensor: tensor.view_as(tensor),
+            lambda gradient: gradient if self.index == 0 else torch.zeros_like(gradient),
+        )
+
+    def _all(self, tokens: Tensor) -> Tensor:
+        return torch.cat(list(gather(tokens, self.count, self.group)))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole.chunk(self.count)[self.index]
 
 
 class Sharded:
@@ -113,10 +153,12 @@ class Sharded:
         self.gathered, self.in_bf16 = self.gathered + gathered, self.in_bf16 + 2 * part.numel() * self.count
 
     def whole(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Return the weight in `dtype` for an unquantised layer; its gradient is scattered to the ranks."""
+        """Return the weight in `dtype` for an unquantised layer, gathered in that precision; its gradient is
+        summed in fp32 and scattered to the ranks."""
         size = weight.numel() * dtype.itemsize
         self.in_bf16, self.gathered = self.in_bf16 + 2 * weight.numel(), self.gathered + size
-        return _Whole.apply(weight.to_local(), dtype, self)
+        gathered = self.shares["fprop.w"].gathered
+        return Mapped.apply(weight.to_local(), lambda part: gathered(part.to(dtype)), self.scatter)
 
     def scatter(self, dw: Tensor) -> Tensor:
         """Return this rank's rows, fp32 [out / ranks, in], of the sum of all ranks' dw. Collective."""
@@ -124,20 +166,6 @@ class Sharded:
         rows = dw.new_empty(len(dw) // self.count, dw.shape[1])
         dist.reduce_scatter(rows, list(dw.split(len(rows))), group=self.mesh.get_group())
         return rows
-
-
-class _Whole(torch.autograd.Function):
-    """Autograd function that gathers in the forward pass's precision and sums gradients in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, dtype: torch.dtype, sharded: Sharded) -> Tensor:
-        ctx.sharded = sharded
-        return sharded.shares["fprop.w"].gathered(part.to(dtype))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.sharded.scatter(dw), None, None
 
 
 def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partition: Partition) -> bool:
@@ -156,50 +184,3 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partitio
     except ValueError:
         return False
     return partition.misfit(part.shape[0], part.shape[1], quant, rotation) is None
-
-
-class GatheredTokens(torch.autograd.Function):
-    """Autograd function that returns all ranks' tokens, of which each rank has the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, divided: Divided) -> Tensor:
-        ctx.divided = divided
-        return _all_ranks(tokens, divided)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, whole: Tensor) -> tuple[Tensor, None]:
-        return whole.chunk(ctx.divided.count)[ctx.divided.index], None
-
-
-class OwnTokens(torch.autograd.Function):
-    """Autograd function that returns this rank's tokens, and gathers all ranks' gradients of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, divided: Divided) -> Tensor:
-        ctx.divided = divided
-        return whole.chunk(divided.count)[divided.index]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, own: Tensor) -> tuple[Tensor, None]:
-        return _all_ranks(own, ctx.divided), None
-
-
-class FirstRanks(torch.autograd.Function):
-    """Autograd function that returns its argument, whose gradient the first rank alone gets: all ranks have
-    computed the same one, and ranks' gradients are added later."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, divided: Divided) -> Tensor:
-        ctx.divided = divided
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient if ctx.divided.index == 0 else torch.zeros_like(gradient), None
-
-
-def _all_ranks(tokens: Tensor, divided: Divided) -> Tensor:
-    return torch.cat(list(gather(tokens, divided.count, divided.group)))
