@@ -105,10 +105,9 @@ class Engine:
                 raise ValueError(f"layers.rules.{number}.match: {reason}")
         self._deciders = recipe.layers.deciders(self.placed)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
-        made = self._made(recipe, self._deciders)
-        for name, layer in self.layers.items():
+        self._assigned(recipe, self._deciders)  # raises now, instead of at the first step
+        for layer in self.layers.values():
             layer.context = self.context
-            self._in_force(made, name)  # raises now, instead of at the first step
             if not recipe.plain:
                 layer.products = UNSET
 
@@ -116,9 +115,9 @@ class Engine:
         """Put the recipe of an optimizer step, from 0, in force, and return it with its phases applied. The
         schedule's fractions refer to `run`; `counted`: add the step's products to `fp4_share`."""
         recipe = self.recipe.at(step, run, self.tripped)
-        made = self._made(recipe, self._deciders)
-        for name, layer in self.layers.items():
-            layer.products = self._in_force(made, name)
+        fallen, safer = self._fallback or ((), None)
+        for name, products in self._assigned(recipe, self._deciders).items():
+            self.layers[name].products = safer(products) if safer and name in fallen else products
         shares: dict[tuple[int, bool], tuple[int, int]] = {}  # many layers have the same products
         for name, layer in self.layers.items() if counted else ():
             key = id(layer.products), layer.owner.requires_grad
@@ -143,26 +142,19 @@ class Engine:
             safer,
         )
 
-    def _in_force(self, made: Mapping[Decider, Products], name: str) -> Products:
-        products = self._agreed(made, self._deciders, name)
-        return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
-
-    @staticmethod
-    def _made(recipe: Recipe, deciders: Mapping[str, Decider]) -> dict[Decider, Products]:
-        """Return the products that each decider assigns: one object for all layers that share it."""
-        return {decider: recipe.decided(decider) or HIGH for decider in set(deciders.values())}
-
-    def _agreed(
-        self, made: Mapping[Decider, Products], deciders: Mapping[str, Decider], name: str
-    ) -> Products:
-        """Return the products that a recipe gives to all names of a layer; ValueError if they differ."""
-        products, *others = (made[deciders[alias]] for alias in self.names[name])
-        if any(other != products for other in others):
-            raise ValueError(
-                f"{' and '.join(self.names[name])} are one layer, and the recipe quantises them differently;"
-                " give each a layer of its own, or change the recipe's layers"
-            )
-        return products
+    def _assigned(self, recipe: Recipe, deciders: Mapping[str, Decider]) -> dict[str, Products]:
+        """Return the products of each layer, one object for all that share them; ValueError if a recipe gives
+        others to another name of a layer."""
+        made = {decider: recipe.decided(decider) or HIGH for decider in set(deciders.values())}
+        assigned = {}
+        for name, names in self.names.items():
+            assigned[name], *others = (made[deciders[alias]] for alias in names)
+            if any(other != assigned[name] for other in others):
+                raise ValueError(
+                    f"{' and '.join(names)} are one layer, and the recipe quantises them differently;"
+                    " give each a layer of its own, or change the recipe's layers"
+                )
+        return assigned
 
     def fp4_share(self) -> float:
         """Return the fraction, in [0, 1], of the training FLOPs so far that were in FP4. Counts the linear
@@ -234,9 +226,7 @@ class Engine:
         step, and a weight is rounded without regard to its target. The recipe's schedule and weight rules
         have no part. ValueError if a layer's names are quantised differently.
         """
-        deciders = recipe.layers.deciders(self.placed)
-        made = self._made(recipe, deciders)
-        products = {name: self._agreed(made, deciders, name) for name in self.layers}
+        products = self._assigned(recipe, recipe.layers.deciders(self.placed))
         replaced = ("products", "histories", "target", "emulated")
         with kept(self.layers.values(), *replaced), self.unrecorded():
             for name, layer in self.layers.items():
