@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ablate.numerics.spec import tag
 from ablate.recipes.recipe import Recipe, Run
@@ -12,6 +12,19 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ablate.engines.linears import Linears
+
+
+class Keywords(TypedDict, total=False):
+    """Arguments of `ablate.convert` behind model, recipe and knobs, for callers that pass them on."""
+
+    seed: int
+    steps: int | None
+    tokens_per_step: int
+    decay_start: int | None
+    blocks: str | None
+    filter: "Callable[[str, nn.Module], bool] | None"
+    measure_every: int
+    linears: "Linears"
 
 
 @dataclass(frozen=True)

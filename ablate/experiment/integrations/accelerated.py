@@ -15,20 +15,21 @@ checkpointing. What this file adds is the step over several iterations of the lo
 whether the optimizer steps.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Unpack
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ablate.engines.linears import Linears
 from ablate.experiment import python_api
 from ablate.experiment.integrations.position import Position
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
 from ablate.training.conversion import Conversion
+from ablate.training.conversion_options import Keywords
 
 
 class Accelerated:
@@ -38,8 +39,7 @@ class Accelerated:
         accelerator: it also saves and loads the recipe's state from now on.
         model: the model, before or after `accelerator.prepare`.
         recipe: as for `ablate.convert`.
-        set, seed, steps, tokens_per_step, decay_start, blocks: as for `ablate.convert`.
-        filter, measure_every, linears: as for `ablate.convert`.
+        set, options: as for `ablate.convert`.
 
     Attributes:
         run: the `Conversion`: `metrics()`, `alarms()`, `layers`, `restore()`.
@@ -55,32 +55,13 @@ class Accelerated:
         recipe: str | Path | Mapping[str, Json] | Recipe = "nvfp4",
         *,
         set: Mapping[str, Json] | None = None,
-        seed: int = 0,
-        steps: int | None = None,
-        tokens_per_step: int = 1,
-        decay_start: int | None = None,
-        blocks: str | None = None,
-        filter: Callable[[str, nn.Module], bool] | None = None,
-        measure_every: int = 50,
-        linears: Linears = (),
+        **options: Unpack[Keywords],
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ValueError(
                 f"{accelerator.distributed_type.value} steps an optimizer of its own; use DDP or FSDP"
             )
-        self.run: Conversion = python_api.convert(
-            accelerator.unwrap_model(model),
-            recipe,
-            set=set,
-            seed=seed,
-            steps=steps,
-            tokens_per_step=tokens_per_step,
-            decay_start=decay_start,
-            blocks=blocks,
-            filter=filter,
-            measure_every=measure_every,
-            linears=linears,
-        )
+        self.run: Conversion = python_api.convert(accelerator.unwrap_model(model), recipe, set=set, **options)
         self._accelerator, self._position = accelerator, Position(self.run)
         accelerator.register_for_checkpointing(self.run)
 

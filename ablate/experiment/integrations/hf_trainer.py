@@ -21,20 +21,19 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import nn
 
-from ablate.engines.linears import Linears
 from ablate.experiment import python_api
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
 from ablate.training.conversion import Conversion
-from ablate.training.conversion_options import ConversionOptions
+from ablate.training.conversion_options import ConversionOptions, Keywords
 from ablate.training.models import hidden_if_broken, quietly
 from ablate.training.own_code.trial import Trial
 
@@ -58,15 +57,14 @@ class HFCallback(TrainerCallback, ExportableState):
 
     Args:
         recipe: as for `ablate.convert`.
-        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every, linears: as for
-            `ablate.convert`.
-        steps: optimizer steps of the run, for a schedule by fractions; None: the Trainer's number.
+        set: as for `ablate.convert`.
         restore: make the layers plain again at the end of the training.
         per_layer: log the errors of single layers too; they are many.
         trial: trial of a sweep, instead of all arguments above but `blocks`, `filter` and `linears`: it has
             the recipe, and gets the logs. Train with `resume_from_checkpoint=callback.resume_from`. Give the
             arguments of the Trainer `seed=trial.seed`, `max_steps=trial.max_steps` and `logging_steps=1`.
             The trial writes checkpoints itself, and a loss that is not finite ends it.
+        options: as for `ablate.convert`; `steps`, for a schedule by fractions, is by default the Trainer's.
 
     Attributes:
         run: the `Conversion`; None before training has begun, after it with `restore`, and with a trial.
@@ -82,22 +80,13 @@ class HFCallback(TrainerCallback, ExportableState):
         recipe: str | Path | Mapping[str, Json] | Recipe = "nvfp4",
         *,
         set: Mapping[str, Json] | None = None,
-        seed: int = 0,
-        steps: int | None = None,
-        tokens_per_step: int = 1,
-        decay_start: int | None = None,
-        blocks: str | None = None,
-        filter: Callable[[str, nn.Module], bool] | None = None,
-        measure_every: int = 50,
-        linears: Linears = (),
         restore: bool = False,
         per_layer: bool = False,
         trial: Trial | None = None,
+        **options: Unpack[Keywords],
     ) -> None:
         resolved = trial.recipe if trial else python_api.recipe(recipe, set)
-        self._planned = ConversionOptions(
-            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every, linears
-        )
+        self._planned = ConversionOptions(resolved, **options)
         self.restore, self.per_layer = restore, per_layer
         self.trial = trial
         self.run: Conversion | None = None
@@ -301,10 +290,7 @@ class _TrainerPart:
         self._folder = folder
         self.written: str | None = None
         """The folder, if the trial continues from a checkpoint."""
-        self._state: TrainerState | None = None
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
-        self._scheduler: LRScheduler | None = None
+        self._followed: tuple[TrainerState, nn.Module, Optimizer, LRScheduler] | None = None
 
     def follow(
         self,
@@ -315,18 +301,16 @@ class _TrainerPart:
         **kwargs: object,
     ) -> None:
         """Keep references to the objects of the step that begins."""
-        self._state, self._model, self._optimizer, self._scheduler = state, model, optimizer, lr_scheduler
+        self._followed = state, model, optimizer, lr_scheduler
 
     def state_dict(self) -> dict[str, object]:
         """Return the states of the objects at the beginning of a step."""
-        if not (self._state and self._model and self._optimizer and self._scheduler):
+        if self._followed is None:
             raise RuntimeError("HFCallback: no step of the Trainer has begun")
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "scheduler": self._scheduler.state_dict(),
-            "trainer": json.dumps(dataclasses.asdict(self._state)),
-        }
+        state, *parts = self._followed
+        states = zip(("model", "optimizer", "scheduler"), parts, strict=True)
+        trainer = json.dumps(dataclasses.asdict(state))
+        return {**{name: part.state_dict() for name, part in states}, "trainer": trainer}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Write the folder."""

@@ -12,19 +12,18 @@ the backward pass and the update, so recipes that have such rules are refused.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Unpack
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
-from ablate.engines.linears import Linears
 from ablate.experiment import python_api
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe, Weights
 from ablate.training.conversion import Conversion, ConversionState
-from ablate.training.conversion_options import ConversionOptions
+from ablate.training.conversion_options import ConversionOptions, Keywords
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +33,10 @@ class LightningCallback(Callback):
 
     Args:
         recipe: as for `ablate.convert`.
-        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every, linears: as for
-            `ablate.convert`.
-        steps: optimizer steps of the run, for a schedule by fractions; None: the Trainer's number.
+        set: as for `ablate.convert`.
         restore: make the layers plain again when `fit` ends.
         per_layer: log the errors of single layers too; they are many.
+        options: as for `ablate.convert`; `steps`, for a schedule by fractions, is by default the Trainer's.
 
     Attributes:
         run: the `Conversion`; None before `fit` has begun, and after it with `restore`.
@@ -52,16 +50,9 @@ class LightningCallback(Callback):
         recipe: str | Path | Mapping[str, Json] | Recipe = "nvfp4",
         *,
         set: Mapping[str, Json] | None = None,
-        seed: int = 0,
-        steps: int | None = None,
-        tokens_per_step: int = 1,
-        decay_start: int | None = None,
-        blocks: str | None = None,
-        filter: Callable[[str, nn.Module], bool] | None = None,
-        measure_every: int = 50,
-        linears: Linears = (),
         restore: bool = False,
         per_layer: bool = False,
+        **options: Unpack[Keywords],
     ) -> None:
         super().__init__()
         resolved = python_api.recipe(recipe, set)
@@ -70,9 +61,7 @@ class LightningCallback(Callback):
                 "the recipe has rules for weights, which act between backward pass and update; Lightning runs"
                 " both inside of optimizer.step(). Use a loop of your own with ablate.convert"
             )
-        self._planned = ConversionOptions(
-            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every, linears
-        )
+        self._planned = ConversionOptions(resolved, **options)
         self.restore, self.per_layer = restore, per_layer
         self.run: Conversion | None = None
         self._position: Position | None = None
