@@ -108,11 +108,9 @@ def quantiser_speeds(
 def in_both_modes(names: list[str]) -> dict[str, Recipe]:
     """Return the recipes of the presets, and those that quantise also with all products in fp32_out."""
     recipes = {name: PRESETS[name]() for name in names}
-    wide = {"fprop": {"gemm": "fp32_out"}, "dgrad": {"gemm": "fp32_out"}, "wgrad": {"dw": "fp32"}}
+    wide = {"fprop.gemm": "fp32_out", "dgrad.gemm": "fp32_out", "wgrad.dw": "fp32"}
     return recipes | {
-        f"{name}, fp32_out": recipe.model_copy(
-            update={one: getattr(recipe, one).model_copy(update=out) for one, out in wide.items()}
-        )
+        f"{name}, fp32_out": recipe.changed(wide)
         for name, recipe in recipes.items()
         if not recipe.products.plain
     }

@@ -57,7 +57,8 @@ def compare(first: RecipeErrors, second: RecipeErrors, margin: float = MARGIN) -
     difference that counts, in parts of the smaller error."""
     if first.passes != second.passes or first.passes == (False, False):
         return Order.GROUP
-    if _unrotated(first.recipe) == _unrotated(second.recipe):
+    turns = {"dgrad.hadamard": None, "wgrad.hadamard": None}
+    if first.recipe.changed(turns) == second.recipe.changed(turns):
         return Order.CLOSE if first.recipe == second.recipe else Order.ROTATION
     least = margin * min(first.by_layer().mean(), second.by_layer().mean())
     error = _sign(first.by_layer() - second.by_layer(), least)
@@ -77,13 +78,6 @@ def _sign(differences: NDArray[np.float64], least: float) -> int:
     mean = differences.mean()
     half = SINGLE_LOOK.half_width(len(differences)) * differences.std(ddof=1)
     return int(np.sign(mean)) if abs(mean) > half and abs(mean) >= least else 0
-
-
-def _unrotated(recipe: Recipe) -> Recipe:
-    """Return a recipe without the rotations of its backward products."""
-    names = ("dgrad", "wgrad")
-    changed = {name: getattr(recipe, name).model_copy(update={"hadamard": None}) for name in names}
-    return recipe.model_copy(update=changed)
 
 
 GROUPS = {

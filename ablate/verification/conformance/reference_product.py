@@ -5,7 +5,7 @@ applied outside the sum. What a right implementation may differ by is the order 
 rounding of the tensor scales, and one rounding of the result to its dtype.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -63,19 +63,10 @@ def quantisers(products: Products) -> dict[str, tuple[Quant, Hadamard | None]]:
     return {slot: (quant, rotations[slot.partition(".")[0]]) for slot, quant in products.quantised()}
 
 
-def with_quantisers(products: Products, quants: Mapping[str, Quant]) -> Products:
-    """Return the products with other quantisers of some operands, by slot."""
-    for slot, quant in quants.items():
-        name, _, operand = slot.partition(".")
-        changed = getattr(products, name).model_copy(update={operand: quant})
-        products = products.model_copy(update={name: changed})
-    return products
-
-
 def rounded_to_nearest(products: Products, slots: Collection[str] = SLOTS) -> Products:
     """Return the products with stochastic rounding replaced by rounding to nearest, in some operands."""
     drawn = (one for one in products.quantised() if one[0] in slots and one[1].rounding == "stochastic")
-    return with_quantisers(products, {slot: to_nearest(quant) for slot, quant in drawn})
+    return products.changed({slot: to_nearest(quant) for slot, quant in drawn})
 
 
 def _cast(z: Tensor, how: tuple[Quant, Hadamard | None] | None, seed: int, slot: str) -> Operand:

@@ -42,7 +42,6 @@ from ablate.numerics.quantize import Operand
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products
 from ablate.verification.conformance.dumps import DumpedLayer, read
-from ablate.verification.conformance.reference_product import with_quantisers
 from ablate.verification.conformance.result import Outcome, Row
 
 DRAWS, MORE_DRAWS = 4, 16
@@ -238,14 +237,13 @@ class _Product:
     def unrandom(self, measured: Tensor, draws: Sequence[Tensor]) -> bool:
         """Return True if a product whose recipe draws is the one that rounds to nearest."""
         changed = {
-            slot: quant.model_copy(update={"rounding": "nearest"})
+            f"{slot}.rounding": "nearest"
             for slot, quant in self.products.quantised()
             if quant.draws and slot.startswith(self.product)
         }
         if not changed:
             return False
-        certain = with_quantisers(self.products, changed)
-        nearest = self.result(self.emulated(0, certain)).double()
+        nearest = self.result(self.emulated(0, self.products.changed(changed))).double()
         far, usual = ((y.double() - nearest).norm().item() for y in (measured, draws[0]))
         return far <= self.slack * nearest.norm().item() < usual / 4
 
