@@ -71,37 +71,34 @@ def spelled_out(document: Document) -> Reading[Document]:
     def spelled(content: Json, *path: str) -> Json:
         if not isinstance(content, dict):
             return content
-        knobs: dict[str, Json] = {}
-        for knob, part in content.items():
-            full = f"workload.{knob}" if knob in WORKLOAD_KNOBS else knob
-            if full != knob:
-                written[*path, full] = knob
+        parts: dict[str, Json] = {}
+        for key, part in content.items():
+            full = f"workload.{key}" if key in WORKLOAD_KNOBS and _names_knobs(*path) else key
+            if full != key:
+                written[*path, full] = key
                 if full in content:
-                    given_twice.append(((*path, knob), full))
-            knobs[full] = part
-        return knobs
+                    given_twice.append(((*path, key), full))
+            parts[full] = spelled(part, *path, full)
+        return parts
 
-    value = dict(document.value)
-    if isinstance(ranges := spelled(value.get("ablate"), "ablate"), dict):
-        value["ablate"] = {
-            knob: content | {"when": spelled(content["when"], "ablate", knob, "when")}
-            if isinstance(content, dict) and "when" in content
-            else content
-            for knob, content in ranges.items()
-        }
-    if isinstance(arms := value.get("arms"), dict):
-        value["arms"] = {name: spelled(knobs, "arms", name) for name, knobs in arms.items()}
-    if "against" in value:
-        value["against"] = spelled(value["against"], "against")
-    if isinstance(answer := value.get("answer"), dict):
-        given = {"given": spelled(answer["given"], "answer", "given")} if "given" in answer else {}
-        asked = answer.get("knob")
-        short = isinstance(asked, str) and asked in WORKLOAD_KNOBS
-        value["answer"] = answer | given | ({"knob": f"workload.{asked}"} if short else {})
+    value = {key: spelled(part, key) for key, part in document.value.items()}
+    answer = value.get("answer")
+    if isinstance(answer, dict) and isinstance(asked := answer.get("knob"), str) and asked in WORKLOAD_KNOBS:
+        value["answer"] = answer | {"knob": f"workload.{asked}"}
     full = replace(document, value=value, written=written)
     for path, name in given_twice:
         yield full.problem(path, f"is short for {name}, which is given too; keep one of them")
     return full
+
+
+def _names_knobs(top: str, *below: str) -> bool:
+    """Return True if the keys of the mapping at this path are knobs."""
+    return (
+        (top in ("ablate", "against") and not below)
+        or (top == "arms" and len(below) == 1)
+        or (top == "ablate" and below[1:] == ("when",))
+        or (top, *below) == ("answer", "given")
+    )
 
 
 def space(file: ExperimentFile, document: Document) -> Reading[dict[str, Dimension]]:
