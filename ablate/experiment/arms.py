@@ -2,7 +2,6 @@
 reason why not."""
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,13 +180,12 @@ class _Paths:
 
     def add(self, knob: str, value: Json) -> None:
         for path, content in self._expand(knob, value):
-            rivals = (
-                k
-                for other, k in self.knobs.items()
+            overlapping = (
+                rival
+                for other, rival in self.knobs.items()
                 if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
             )
-            rival = next((other for other in rivals if other != knob), None)
-            if rival:
+            if rival := next((rival for rival in overlapping if rival != knob), None):
                 self.reasons.append((knob, f"sets {path}, which {rival} sets too; keep one of them"))
             else:
                 self.values[path], self.knobs[path] = content, knob
@@ -245,18 +243,17 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
     """Set one path of nested dictionaries shaped like `model`. Return the reason if it cannot be set, else
     None."""
     for depth, part in enumerate(parts):
+        here, rest = ".".join(parts[: depth + 1]), parts[depth + 1 :]
         if part not in model.model_fields:
             config = content.get("config")  # of a user's own code
             if isinstance(config, dict) and part in config:
                 return NoSuchKnob(f"no such knob; {part} is a key of config: write workload.config.{part}")
-            if part in WORKLOADS and depth + 1 < len(parts):
-                return NoSuchKnob(
-                    f"no such knob; write workload.{'.'.join(parts[depth + 1 :])}, without the name"
-                )
+            if part in WORKLOADS and rest:
+                return NoSuchKnob(f"no such knob; write workload.{'.'.join(rest)}, without the name")
             near = get_close_matches(part, model.model_fields, 1, NEAR)
             hint = "" if near else elsewhere(parts)
             return NoSuchKnob(f"no such knob; {hint or nearest(part, model.model_fields)}")
-        if depth == len(parts) - 1:
+        if not rest:
             if part == "own" and value is not None and content.get("scale"):
                 operand = f"recipe.{'.'.join(parts[:-1])}"
                 return f"a quantiser of your own stands alone: set {operand} to {{own: {value}}}"
@@ -266,21 +263,16 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
         children = models_of(annotation).values()
         if get_origin(annotation) is dict:
             config = content.setdefault(part, {})
-            return _assign_key(config if isinstance(config, dict) else {}, parts[depth + 1 :], value, part)
+            return _assign_key(config if isinstance(config, dict) else {}, rest, value, part)
         if not children:
-            return f"{part} has no parts; set {'.'.join(parts[: depth + 1])} itself"
+            return f"{part} has no parts; set {here} itself"
         if content.get(part) is None and part in content:
-            return (
-                f"{'.'.join(parts[: depth + 1])} is off (null) in this arm, so it has no {parts[depth + 1]}"
-            )
+            return f"{here} is off (null) in this arm, so it has no {rest[0]}"
         child = content.setdefault(part, {})
         if not isinstance(child, dict):
-            return (
-                f"{'.'.join(parts[: depth + 1])} is {display(child)} in this arm, "
-                f"which has no {parts[depth + 1]}"
-            )
+            return f"{here} is {display(child)} in this arm, which has no {rest[0]}"
         content = child
-        wanted = {*content, parts[depth + 1]}
+        wanted = {*content, rest[0]}
         model = next((child for child in children if wanted <= set(child.model_fields)), next(iter(children)))
     return None
 
@@ -428,27 +420,19 @@ def keys(model: type[BaseModel]) -> list[str]:
 
 def label(knobs: Knobs) -> str:
     """Return an arm's name, made of its knobs: `rht=true lr=0.001`; a preset by its own name alone."""
-
-    def part(knob: str, value: Json) -> str:
-        return (
-            value
-            if knob == "recipe" and isinstance(value, str)
-            else f"{knob.removeprefix('workload.')}={_short(value)}"
-        )
-
-    return " ".join(itertools.starmap(part, knobs.items()))
+    return " ".join(
+        value
+        if knob == "recipe" and isinstance(value, str)
+        else f"{knob.removeprefix('workload.')}={_short(value)}"
+        for knob, value in knobs.items()
+    )
 
 
 def _short(value: Json) -> str:
     """Return a value as YAML writes it. A long one is cut and ends in digits of its hash, so that names stay
     distinct."""
-    text = (
-        value
-        if isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED
-        else json.dumps(value)
-    )
-    return (
-        text
-        if len(text) <= _LONGEST_VALUE
-        else f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    )
+    bare = isinstance(value, str) and _WORD.fullmatch(value) and value not in _RESERVED
+    text = str(value) if bare else json.dumps(value)
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    return f"{text[:_LONGEST_VALUE]}...{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -54,10 +54,8 @@ def _constraints(draft: Draft) -> Iterator[Problem]:
     limits = [constraint.description.rpartition(" ")[0] for constraint in constraints]
     yield from twins(("constraints",), limits, document)
     if constraints and draft.keys.search is None:
-        yield document.problem(
-            ("constraints",),
-            "have no effect without a search: every arm of a grid is run and compared; leave them out",
-        )
+        why = "have no effect without a search: every arm of a grid is run and compared; leave them out"
+        yield document.problem(("constraints",), why)
 
 
 def _search(draft: Draft) -> Iterator[Problem]:
@@ -67,11 +65,8 @@ def _search(draft: Draft) -> Iterator[Problem]:
     if search is None:
         return
     if draft.keys.constraints and search.sampler == "cmaes":
-        yield document.problem(
-            ("search", "sampler"),
-            "takes no constraints; tpe, gp and nsga2 learn where they hold",
-            search.sampler,
-        )
+        why = "takes no constraints; tpe, gp and nsga2 learn where they hold"
+        yield document.problem(("search", "sampler"), why, search.sampler)
     if len(metrics) > 1:
         yield from _several(search, len(metrics), document)
     elif search.pruner == "wilcoxon":
@@ -83,10 +78,8 @@ def _search(draft: Draft) -> Iterator[Problem]:
         yield document.problem(("search", "rungs"), "has no effect without a pruner, such as pruner: median")
     yield from twins(("search", "warm"), list(search.warm), document)
     if draft.name in search.warm:
-        yield document.problem(
-            ("search", "warm"),
-            f"names {draft.name}, this sweep itself, which always starts with its own arms",
-        )
+        why = f"names {draft.name}, this sweep itself, which always starts with its own arms"
+        yield document.problem(("search", "warm"), why)
 
 
 def _several(search: Search, objectives: int, document: Document) -> Iterator[Problem]:
@@ -101,10 +94,8 @@ def _several(search: Search, objectives: int, document: Document) -> Iterator[Pr
 
 def _wilcoxon(search: Search, seeds: int, document: Document) -> Iterator[Problem]:
     if search.rungs:
-        yield document.problem(
-            ("search", "rungs"),
-            "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps",
-        )
+        why = "has no effect: wilcoxon judges an arm as each of its seeds ends, not at steps"
+        yield document.problem(("search", "rungs"), why)
     if seeds < FEWEST_SEEDS:
         why = (
             f"cannot stop an arm before the last of {seeds} seeds: its test needs 4 pairs to tell arms apart"
@@ -123,17 +114,11 @@ def _rungs(search: Search, metric: str, configs: list[Workload], document: Docum
     valid = _common([config.recorded(metric) for config in configs])
     listed = ", ".join(map(str, valid[:_SHOWN])) + (f", ... {valid[-1]}" if len(valid) > _SHOWN else "")
     if not valid:
-        yield document.problem(
-            ("search", "pruner"),
-            f"there is no step before the last at which every arm has {metric}",
-            search.pruner,
-        )
+        why = f"there is no step before the last at which every arm has {metric}"
+        yield document.problem(("search", "pruner"), why, search.pruner)
     elif not rungs:
-        yield document.problem(
-            ("search", "pruner"),
-            f"needs rungs, the steps at which arms are judged; valid are {listed}",
-            search.pruner,
-        )
+        why = f"needs rungs, the steps at which arms are judged; valid are {listed}"
+        yield document.problem(("search", "pruner"), why, search.pruner)
     for index, rung in enumerate(rungs):
         if valid and rung not in valid:
             yield document.problem(
@@ -142,11 +127,8 @@ def _rungs(search: Search, metric: str, configs: list[Workload], document: Docum
     if list(rungs) != sorted(set(rungs)):
         yield document.problem(path, "must rise", list(rungs))
     elif search.pruner == "hyperband" and len(rungs) == 1:
-        yield document.problem(
-            path,
-            "hyperband starts its brackets at different rungs: give two or more, or use asha",
-            list(rungs),
-        )
+        why = "hyperband starts its brackets at different rungs: give two or more, or use asha"
+        yield document.problem(path, why, list(rungs))
     elif search.pruner in ("asha", "hyperband") and not _geometric(rungs):
         why = f"{search.pruner} keeps one arm in n at each rung, which comes after n times as many steps"
         yield document.problem(path, f"{why}: such as 50, 100, 200", list(rungs))

@@ -376,11 +376,9 @@ class Constraint(Spec):
     @property
     def description(self) -> str:
         """Constraint in one line: `nan/activation at most 0`."""
-        return (
-            f"{self.metric} at most {self.at_most:g}"
-            if self.at_least is None
-            else f"{self.metric} at least {self.at_least:g}"
-        )
+        if self.at_least is not None:
+            return f"{self.metric} at least {self.at_least:g}"
+        return f"{self.metric} at most {self.at_most:g}"
 
 
 class Budget(Spec):
