@@ -98,14 +98,13 @@ def _of_rht(name: str) -> Callable[[Json, Turn], Paths]:
     return paths
 
 
+def _at(path: str, *slots: str) -> Callable[[Json, Turn], Paths]:
+    """Return the paths of a knob that sets one field of these operands; without `slots`, of all."""
+    return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised(*slots)), value)
+
+
 def _sr(on: bool, turn: Turn) -> Paths:
-    return dict.fromkeys(
-        (f"{slot}.rounding" for slot in turn.quantised(*GRADIENTS)), "stochastic" if on else "nearest"
-    )
-
-
-def _of_gradients(path: str) -> Callable[[Json, Turn], Paths]:
-    return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised(*GRADIENTS)), value)
+    return _at("rounding", *GRADIENTS)("stochastic" if on else "nearest", turn)
 
 
 def _weights_2d(on: bool, turn: Turn) -> Paths:
@@ -123,12 +122,8 @@ def _block(shape: str, turn: Turn) -> Paths:
     return dict.fromkeys((f"{slot}.block" for slot in slots), shape)
 
 
-def _everywhere(path: str) -> Callable[[Json, Turn], Paths]:
-    return lambda value, turn: dict.fromkeys((f"{slot}.{path}" for slot in turn.quantised()), value)
-
-
 def _amax_percentile(p: float | None, turn: Turn) -> Paths:
-    return _everywhere("outer.statistic")("amax" if p is None else f"percentile:{p}", turn)
+    return _at("outer.statistic")("amax" if p is None else f"percentile:{p}", turn)
 
 
 def _four_over_six(criterion: str | None, turn: Turn) -> Paths:
@@ -232,14 +227,14 @@ KNOBS: dict[str, Knob[Any]] = {
         _type(Quant, "bits"),
         24,
         "Random bits an element: 8 as Transformer Engine, 24 exact.",
-        _of_gradients("bits"),
+        _at("bits", *GRADIENTS),
     ),
     "sr_headroom": Knob(
         Annotated[float, Field(gt=0, le=4)],
         1.0625,
         "Room above the block maximum of the gradients: 1 as Transformer Engine, "
         "17/16 leaves stochastic rounding unbiased.",
-        _of_gradients("range.headroom"),
+        _at("range.headroom", *GRADIENTS),
         "factor",
     ),
     "backward": Knob(
@@ -268,14 +263,14 @@ KNOBS: dict[str, Knob[Any]] = {
         _type(Quant, "element") | Annotated[str, Field(pattern=r":[A-Za-z_]\w*$")],
         "int4",
         "Number format of every quantised operand.",
-        _everywhere("element"),
+        _at("element"),
         f"{', '.join(get_args(_type(Quant, 'element')))}, or FILE:NAME of your own",
     ),
     "scale_format": Knob(
         _type(BlockScale, "format"),
         "ue5m3",
         "Number format of the block scales.",
-        _everywhere("scale.format"),
+        _at("scale.format"),
     ),
     "four_over_six": Knob(
         _type(Select, "criterion") | None,
