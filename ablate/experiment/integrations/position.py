@@ -24,23 +24,19 @@ class _Abandoned(Exception):
     """Ends a step that was not completed, so that it does not count."""
 
 
-class _Open:
-    """The contexts that are open. Apart from `Position`, so that they can be left when that is collected."""
+_Open = dict[str, AbstractContextManager[object]]
+"""The contexts that are open, `step` and `evaluation`. Apart from `Position`, so that they can be left when
+that is collected."""
 
-    def __init__(self) -> None:
-        self.step: AbstractContextManager[object] | None = None
-        self.evaluation: AbstractContextManager[object] | None = None
 
-    def leave_evaluation(self) -> None:
-        evaluation, self.evaluation = self.evaluation, None
-        if evaluation:
-            evaluation.__exit__(None, None, None)
+def _leave(contexts: _Open, name: str, error: _Abandoned | None = None) -> None:
+    if context := contexts.pop(name, None):
+        context.__exit__(error and type(error), error, None)
 
-    def abandon(self) -> None:
-        self.leave_evaluation()
-        step, self.step = self.step, None
-        if step:
-            step.__exit__(_Abandoned, _Abandoned(), None)
+
+def _abandon(contexts: _Open) -> None:
+    _leave(contexts, "evaluation")
+    _leave(contexts, "step", _Abandoned())
 
 
 class Position:
@@ -50,41 +46,39 @@ class Position:
 
     def __init__(self, handle: Steps) -> None:
         self._handle, self._open = handle, _Open()
-        finalize(self, self._open.abandon)
+        finalize(self, _abandon, self._open)
 
     @property
     def in_step(self) -> bool:
         """True from `begin_step` to `end_step`."""
-        return self._open.step is not None
+        return "step" in self._open
 
     @property
     def in_evaluation(self) -> bool:
         """True from `begin_evaluation` to `end_evaluation`."""
-        return self._open.evaluation is not None
+        return "evaluation" in self._open
 
     def begin_step(self) -> None:
         """Begin a step. A step that is still open was not completed, and does not count."""
         self.abandon()
-        self._open.step = _entered(self._handle.step())
+        self._open["step"] = _entered(self._handle.step())
 
     def end_step(self) -> None:
         """End the step, which counts from now on."""
-        step, self._open.step = self._open.step, None
-        if step:
-            step.__exit__(None, None, None)
+        _leave(self._open, "step")
 
     def begin_evaluation(self) -> None:
         """Begin an evaluation, inside a step or not. One that is open ends, with its casts of weights."""
         self.end_evaluation()
-        self._open.evaluation = _entered(self._handle.evaluation())
+        self._open["evaluation"] = _entered(self._handle.evaluation())
 
     def end_evaluation(self) -> None:
         """End the evaluation, if one is open."""
-        self._open.leave_evaluation()
+        _leave(self._open, "evaluation")
 
     def abandon(self) -> None:
         """End what is open. A step does not count."""
-        self._open.abandon()
+        _abandon(self._open)
 
 
 def _entered(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
