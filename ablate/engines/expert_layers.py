@@ -238,7 +238,7 @@ class GroupedCall(torch.autograd.Function):
             if made is not None:
                 for layer in layers:
                     layer.end_call(ctx.batches[0])
-                return _returned(layers, *made, ctx.dtype, ctx.like[1])
+                return _returned(ctx, *made)
             each = zip(layers, _spans(ctx.counts), strict=True)
             pairs = ((rows[begin:end].to(torch.bfloat16), layer.part(packed)) for layer, (begin, end) in each)
             saved = [tensor for x, w in pairs for tensor in (x, w, None, None)]
@@ -257,7 +257,7 @@ class GroupedCall(torch.autograd.Function):
                     if dw is not None:
                         layer.part(dw).copy_(of_w)
                 layer.end_call(ctx.batches[number])
-        return _returned(layers, dx, dw, ctx.dtype, dtype)
+        return _returned(ctx, dx, dw)
 
 
 def _in_one_tensor(layers: Sequence[EmulatedExpert], batches: Sequence[int]) -> bool:
@@ -268,31 +268,17 @@ def _in_one_tensor(layers: Sequence[EmulatedExpert], batches: Sequence[int]) -> 
     return whole and first.context.probe is None and all(batch == batches[0] for batch in batches)
 
 
-def _returned(
-    layers: Sequence[EmulatedExpert],
-    dx: Tensor | None,
-    dw: Tensor | None,
-    of_rows: torch.dtype,
-    of_weights: torch.dtype,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the arguments of `GroupedCall`."""
-    divided = layers[0].context.divided
+def _returned(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:
+    divided = ctx.layers[0].context.divided
     if dw is not None and divided is not None and divided.index:
         dw.zero_()  # every rank has the whole one, and they are added later
-    return (
-        None if dx is None else dx.to(of_rows),
-        None if dw is None else dw.to(of_weights),
-        None,
-        None,
-        None,
-        None,
-    )
+    dx, dw = None if dx is None else dx.to(ctx.dtype), None if dw is None else dw.to(ctx.like[1])
+    return dx, dw, None, None, None, None
 
 
 def _gradients(
     layer: EmulatedExpert, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx and dw of one expert; None for one that is not needed."""
     if not products.plain:
         return backward(layer, products, kept, dy, needs)
     x, w, _, _ = kept
@@ -306,5 +292,4 @@ def _gradients(
 
 
 def _spans(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return first row and end of each expert."""
     return pairwise(accumulate(counts, initial=0))

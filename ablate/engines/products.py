@@ -139,13 +139,8 @@ class Call(torch.autograd.Function):
             dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
         ctx.layer.end_call(ctx.micro_batch)
         x_dtype, w_dtype = ctx.dtypes
-        return (
-            None if dx is None else dx.to(x_dtype),
-            None if dw is None else dw.to(w_dtype),
-            None,
-            None,
-            None,
-        )
+        dx, dw = None if dx is None else dx.to(x_dtype), None if dw is None else dw.to(w_dtype)
+        return dx, dw, None, None, None
 
 
 Kept = Sequence[Tensor | None]

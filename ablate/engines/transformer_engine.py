@@ -191,13 +191,11 @@ class NativeLinear(EmulatedLinear):
             seen = Seen(self, rows, weight) if self.context.probe else None
             y = self._product(description, *Once.apply(rows, weight, seen))
             y = seen.output(y) if seen else y
-        largest, evaluates = y.detach().abs().amax().float(), self.clock.stream == "evaluation"
-        self.nonfinite.add(largest, self.clock.step, "output", evaluates)
+        self.observed("output", y.detach().abs().amax().float())
         y = y.to(x.dtype) if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _product(self, description: Builtin | Custom, x: Tensor, w: Tensor) -> Tensor:
-        """Return x w^T under a TE recipe, differentiable in both."""
         if description not in self.built:
             layer = library().te.Linear(
                 self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta"
@@ -286,13 +284,11 @@ class NativeGroup(Group):
             torch.tensor(sizes).view(-1, 2).sum(1),
         )
         outputs = list(y.split(sizes)[::2])
-        evaluates = first.clock.stream == "evaluation"
         for number, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
             if number in seen:
                 outputs[number] = seen[number].output(outputs[number])
             if count:
-                largest = outputs[number].detach().abs().amax().float()
-                layer.nonfinite.add(largest, layer.clock.step, "output", evaluates)
+                layer.observed("output", outputs[number].detach().abs().amax().float())
         return torch.cat(outputs).to(rows.dtype)
 
 

@@ -51,13 +51,8 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
         for arm in arms:
             twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
             if twin.content[:2] != arm.content[:2]:
-                knobs = tuple(
-                    sorted(
-                        name
-                        for name in {*arm.knobs, *twin.knobs}
-                        if arm.knobs.get(name) != twin.knobs.get(name)
-                    )
-                )
+                every = sorted({*arm.knobs, *twin.knobs})
+                knobs = tuple(name for name in every if arm.knobs.get(name) != twin.knobs.get(name))
                 idle.setdefault(knobs, []).append((twin.name, arm.name))
     for knobs, pairs in idle.items():
         frozen = "under workload.lora the quantised layers' weights are frozen, so no wgrad is computed"
@@ -68,7 +63,6 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
 
 
 def _extremes(experiment: Experiment) -> Iterator[list[Arm]]:
-    """Yield, for each knob of a search, the arms at the ends of its range."""
     for knob, dimension in experiment.space.items() if experiment.keys.search else ():
         arms = []
         for value in dimension.ends():
