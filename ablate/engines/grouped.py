@@ -213,7 +213,6 @@ def _cast(
 
 
 def _observe(layers: Sequence[EmulatedLinear], slot: str, amax: Tensor, used: Sequence[bool]) -> None:
-    """Count the operands of the experts that have tokens."""
     for layer, largest, on in zip(layers, amax.unbind(), used, strict=True):
         if on:
             layer.observed(slot, largest)

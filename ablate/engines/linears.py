@@ -159,7 +159,6 @@ def without_hooks(module: M) -> M:
 
 
 def _results(function: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor) -> list[Tensor | None]:
-    """Return the output of a function for some arguments, and its gradient with respect to each."""
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     gpus = [dy.device] if dy.is_cuda else []
     with (

@@ -121,7 +121,6 @@ def slack_of(products: Products, name: str, terms: int) -> float:
 
 
 def _quantised(products: Products, name: str) -> bool:
-    """Return True if an operand of a product is quantised."""
     return any(slot.startswith(name) for slot, _ in products.quantised())
 
 

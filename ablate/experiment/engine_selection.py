@@ -129,7 +129,6 @@ def _scaled_families(engine: str, arms: list[Arm]) -> set[str]:
 def _scaled_refusals(
     engine: str, arms: list[Arm], device: str | None, layout: Layout, machine: Machine
 ) -> Iterator[Refusal]:
-    """Yield each reason why these arms cannot run on an engine `scaled_mm` here."""
     where = device or ("cuda" if machine.capability else "cpu")
     if reason := scaled_refusal(machine, where, _scaled_families(engine, arms), backend_of(engine)):
         yield reason
@@ -175,7 +174,6 @@ def misfit(engine: str, arm: Arm, layout: Layout) -> str | None:
 
 
 def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> Iterator[Refusal]:
-    """Yield each reason why these arms cannot run on Transformer Engine here."""
     if device == "cpu":
         yield Refusal("this sweep runs on CPUs (device cpu), and Transformer Engine on GPUs", EMULATE)
     if reason := refusal(machine, ()):
@@ -213,7 +211,6 @@ def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
 
 
 def _workload_refusals(config: Workload, plain: bool) -> Iterator[str]:
-    """Yield each setting of a workload that Transformer Engine does not support, beginning with the field."""
     training = config.training
     if training is None:
         yield (

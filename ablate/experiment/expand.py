@@ -237,7 +237,6 @@ def _known_bad(draft: Draft) -> Reading[tuple[str | None, list[Arm]]]:
 
 
 def _null_arm(draft: Draft) -> Reading[list[Arm]]:
-    """Return the twin of the first baseline, if the file asks for one."""
     if not draft.keys.null:
         return []
     first = next((arm for arm in draft.arms if arm.baseline is None), None)

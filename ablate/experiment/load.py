@@ -273,7 +273,6 @@ def _base(file: ExperimentFile, document: Document) -> Reading[StartingPoint | N
 
 
 def _read(path: Path) -> Recipe:
-    """Return the recipe of a file that an arm names; KnobError if it is none."""
     try:
         return recipe_of(path)
     except (ValueError, InputError) as error:
@@ -291,7 +290,6 @@ def _without(base: StartingPoint, wrong: Collection[str]) -> StartingPoint | Non
 
 
 def _recipe(file: ExperimentFile, document: Document) -> Reading[tuple[str, Recipe | None]]:
-    """Return the name of the recipe that the arms begin from, and the recipe itself if it is no preset."""
     source = file.recipe
     if isinstance(source, str) and source in PRESETS:
         return source, None

@@ -55,7 +55,6 @@ def cell_knobs(asked: Map, base: StartingPoint, document: Document) -> Reading[d
 
 
 def _knobs(recipe: Recipe, changed: Recipe) -> Knobs:
-    """Return the fields that differ, as full paths."""
     return {
         f"recipe.{field}": getattr(changed, field).model_dump(mode="json")
         for field in ("fprop", "dgrad", "wgrad", "layers")

@@ -90,7 +90,6 @@ def metric_problems(
 
 
 def _telemetry(name: str, base: StartingPoint) -> str:
-    """Return the reason why a metric depends on telemetry; empty if it does not."""
     if base.config.training and name in OF_TELEMETRY:
         return OF_TELEMETRY[name]
     if not base.config.measures:  # a command logs what it wants, when it wants

@@ -120,7 +120,6 @@ def _every_path(workload: str | None) -> tuple[tuple[str, ...], ...]:
 
 
 def _paths(workload: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all keys below the top level."""
     for name in [workload] if workload in WORKLOADS else WORKLOADS:
         yield ("workload", name)
         yield from below(("workload", name), WORKLOADS[name])

@@ -126,7 +126,6 @@ def parse(text: str, name: str) -> Document:
 
 
 def _line_and_column(before: str) -> tuple[int, int]:
-    """Return line and column of the end of a text."""
     return before.count("\n") + 1, len(before) - before.rfind("\n")
 
 
@@ -171,7 +170,6 @@ def _composed(yaml: YAML, text: str, name: str) -> Reading[Node | None]:
 
 
 def _positions(node: Node, path: Path_) -> Iterator[tuple[Path_, tuple[int, int]]]:
-    """Yield path, line and column of every key and item below a node."""
     if isinstance(node, SequenceNode):
         parts = [(index, item, item) for index, item in enumerate(node.value)]
     elif isinstance(node, MappingNode):
@@ -184,7 +182,6 @@ def _positions(node: Node, path: Path_) -> Iterator[tuple[Path_, tuple[int, int]
 
 
 def _plain(yaml: YAML, node: Node, name: str) -> Reading[Json]:
-    """Return a node as dict, list, str, int, float, bool or None."""
     if isinstance(node, MappingNode):
         return (yield from _mapping(yaml, node, name))
     if not isinstance(node, SequenceNode):
@@ -236,7 +233,6 @@ def _scalar(yaml: YAML, node: Node, name: str) -> Reading[Json]:
 
 
 def _unusable(value: object) -> str | None:
-    """Return the reason to refuse a value that YAML allows; None if it is accepted."""
     if isinstance(value, str):
         if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
             return "contains NUL or half of a surrogate pair, which cannot be stored in a file"

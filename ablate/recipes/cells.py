@@ -182,7 +182,6 @@ def _matches(members: Sequence[Layer], layers: Sequence[Layer]) -> list[Match]:
 
 
 def _spans(blocks: Collection[int]) -> list[str]:
-    """Return the runs of consecutive numbers of blocks, as rules spell them."""
     firsts = (block for block in sorted(blocks) if block - 1 not in blocks)
     lasts = (block for block in sorted(blocks) if block + 1 not in blocks)
     return [f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]

@@ -135,7 +135,6 @@ def differences(one: Mapping[str, Json], other: Mapping[str, Json]) -> Iterator[
 
 
 def _word(value: Json) -> str:
-    """Return a short text for a value: `off`, `size 128, signs per_step`; of a quantiser, its main fields."""
     if value is None:
         return "off"
     if isinstance(value, dict):

@@ -227,7 +227,6 @@ def parts(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[dict[str, Verd
 
 
 def _verdicts(recipe: Recipe, backend: Backend) -> Iterator[Verdict]:
-    """Return the verdicts on all products that may be in force."""
     return (given for one in parts(recipe, backend) for given in one.values())
 
 

@@ -47,7 +47,6 @@ class TERecipe(Protocol):
 
 
 def _option(te: TERecipe, name: str, default: object) -> object:
-    """Return an option of an object: a word for an enumeration's member."""
     value = getattr(te, name, default)
     return getattr(value, "name", value)
 

@@ -222,7 +222,6 @@ def _products(data: Mapping[str, Json], where: str) -> Products:
 
 
 def _operand(tensor: str, options: Mapping[str, Json], where: str) -> Quant:
-    """Return the quantiser of one tensor."""
     dtype = str(options[f"{tensor}_dtype"] or options["dtype"])
     rule = str(options[f"{tensor}_scale_rule"] or options["scale_rule"])
     if dtype not in OPERANDS:
@@ -270,7 +269,6 @@ def _by_block(entries: Json) -> Recipe:
 
 
 def _blocks(entries: Sequence[Json]) -> Iterator[Products | None]:
-    """Yield the products of each block; None: high precision."""
     for number, entry in enumerate(entries):
         assert isinstance(entry, dict)
         where = f"layer_precision_configs.{number}."

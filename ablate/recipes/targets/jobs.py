@@ -153,7 +153,6 @@ def _text(path: Path, newline: str | None = None) -> str:
 
 
 def _variables(path: Path) -> dict[str, str]:
-    """Return the environment variables of a file with NAME=value lines."""
     variables: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines()):
         if "NVTE_" in line or "_EXPORT_ENV" in line:

@@ -394,7 +394,6 @@ def _builtin(products: Products, target: str) -> Builtin | None:
 
 
 def _named(description: Builtin | None) -> dict[str, str]:
-    """Return Megatron's arguments that name TE's class."""
     if description is None:
         return {}
     word = next(word for word, name in _CLASSES.items() if name == description.name)

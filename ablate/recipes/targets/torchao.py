@@ -151,7 +151,6 @@ def recipe_of_torchao(config: object) -> Recipe:
 
 
 def _values(config: object, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the fields of a configuration and of its parts, with their values as text."""
     assert is_dataclass(config)
     for field in fields(config):
         value = getattr(config, field.name)
