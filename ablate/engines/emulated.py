@@ -116,8 +116,8 @@ class Engine:
         schedule's fractions refer to `run`; `counted`: add the step's products to `fp4_share`."""
         recipe = self.recipe.at(step, run, self.tripped)
         fallen, safer = self._fallback or ((), None)
-        for name, products in self._assigned(recipe, self._deciders).items():
-            self.layers[name].products = safer(products) if safer and name in fallen else products
+        for name, given in self._assigned(recipe, self._deciders).items():
+            self.layers[name].products = safer(given) if safer and name in fallen else given
         shares: dict[tuple[int, bool], tuple[int, int]] = {}  # many layers have the same products
         for name, layer in self.layers.items() if counted else ():
             key = id(layer.products), layer.owner.requires_grad

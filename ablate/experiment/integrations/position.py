@@ -31,7 +31,7 @@ that is collected."""
 
 def _leave(contexts: _Open, name: str, error: _Abandoned | None = None) -> None:
     if context := contexts.pop(name, None):
-        context.__exit__(error and type(error), error, None)
+        context.__exit__(type(error) if error else None, error, None)
 
 
 def _abandon(contexts: _Open) -> None:
