@@ -264,12 +264,8 @@ def convert(
         machine or this_machine(), device, families(recipe, native.backend), native.backend
     )
     if reason:
-        raise ValueError(f"engine {engine_name(native.backend)}: {reason}")
+        engine = "scaled_mm" if native.backend == "cublaslt" else f"scaled_mm:{native.backend}"
+        raise ValueError(f"engine {engine}: {reason}")
     linear, expert = (partial(kind, native=native) for kind in (ScaledLinear, ScaledExpert))
     replace_layers(model, recipe, clock, linear, expert)
     return Engine(model, recipe, clock)
-
-
-def engine_name(backend: Backend) -> str:
-    """Return the engine's name with its back end, as an experiment writes it."""
-    return "scaled_mm" if backend == "cublaslt" else f"scaled_mm:{backend}"

@@ -13,7 +13,7 @@ So plans, trials, exports and reports take it as they take any recipe. Torch-fre
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from ablate.numerics.spec import Error
 from ablate.recipes.layers import Layer, Match, block_name, blocks_in, select
@@ -198,7 +198,3 @@ def fp4_share(recipe: Recipe, layers: Sequence[Layer]) -> float:
         for number, products in [(placed.products or Products()).fp4()]
     )
     return fp4 / total if total else 0.0
-
-
-WHERE: tuple[Where, ...] = get_args(Where)
-WHAT: tuple[What, ...] = get_args(What)

@@ -6,10 +6,11 @@ activations stay in high precision. Its schedule and its weight rules, which bel
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 from ablate.errors import nearest
 from ablate.recipes.presets import PRESETS
-from ablate.recipes.recipe import Fprop, Products, Recipe, Rule
+from ablate.recipes.recipe import Fprop, Products, Recipe
 
 WEIGHTS_ONLY = "_weights_only"
 BF16 = "bf16"
@@ -24,14 +25,11 @@ def reading(name: str) -> Recipe:
         raise ValueError(
             f"{name!r}: neither a preset nor a preset with {WEIGHTS_ONLY}; {nearest(preset, PRESETS)}"
         )
-    recipe = PRESETS[preset]()
-    rules = tuple(
-        Rule(match=rule.match, use=rule.use and _forward(rule.use, name)) for rule in recipe.layers.rules
-    )
-    products = _forward(recipe.products, name)
-    if products.plain and all(rule.use is None or rule.use.plain for rule in rules):
+    recipe = PRESETS[preset]().mapped(partial(_forward, name=name))
+    read = Recipe(fprop=recipe.fprop, layers=recipe.layers)
+    if read.plain:
         raise ValueError(f"{name!r}: its forward pass quantises nothing, as {BF16} does; leave it out")
-    return Recipe(fprop=products.fprop, layers=recipe.layers.changed(rules=rules))
+    return read
 
 
 def _forward(products: Products, name: str) -> Products:

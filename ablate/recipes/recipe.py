@@ -474,20 +474,24 @@ class Recipe(Products):
     @property
     def plain(self) -> bool:
         """True if nothing is quantised or rotated anywhere, at any time."""
-        others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
-        return super().plain and all(part is None or part.plain for part in others)
+        return super().plain and all(products.plain for products in self.others)
 
     @property
     def draws(self) -> bool:
         """True if a product, or noise, anywhere, at any time, draws random bits in each step."""
-        others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
-        products = super().draws or any(part is not None and part.draws for part in others)
+        products = super().draws or any(products.draws for products in self.others)
         return products or self.weights.noise is not None
 
     @property
     def triggers(self) -> set[Trigger]:
         """Conditions that the schedule needs measured."""
         return {phase.trigger for phase in self.schedule if phase.trigger}
+
+    @property
+    def others(self) -> list[Products]:
+        """Products of rules and phases, without those in high precision."""
+        uses = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
+        return [products for products in uses if products is not None]
 
     @property
     def products(self) -> Products:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ablate.engines import makes_operands
 from ablate.numerics.spec import Quant, grain, tag
-from ablate.recipes.recipe import SLOTS, TOKEN_AXES, Products, Recipe
+from ablate.recipes.recipe import SLOTS, TOKEN_AXES, Recipe
 from ablate.training.hyperparameters import Training
 
 
@@ -75,7 +75,7 @@ class Layout:
         cut = _slot(
             recipe, lambda quant, slot: slot in TOKEN_AXES and tokens % grain(quant, None, TOKEN_AXES[slot])
         )
-        turns = (products.wgrad.hadamard for products in _everything(recipe))  # over tokens
+        turns = (products.wgrad.hadamard for products in (recipe, *recipe.others))  # over tokens
         if not cut and any(turn and tokens % turn.size for turn in turns):
             cut = "recipe.wgrad.hadamard"
         if cut:
@@ -99,15 +99,9 @@ def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator
         yield "sharded: recipe.weights.noise changes whole norms; leave sharded out"
 
 
-def _everything(recipe: Recipe) -> list[Products]:
-    """Return all products that a recipe uses in any layer at any time."""
-    others = (*(rule.use for rule in recipe.layers.rules), *(phase.use for phase in recipe.schedule))
-    return [recipe.products, *(products for products in others if products is not None)]
-
-
 def _slot(recipe: Recipe, meant: Callable[[Quant, str], object]) -> str | None:
     """Return the first operand, as `recipe.fprop.x`, for whose quantiser `meant(quant, slot)` is true."""
-    pairs = ((slot, products.slot(slot)) for products in _everything(recipe) for slot in SLOTS)
+    pairs = ((slot, products.slot(slot)) for products in (recipe, *recipe.others) for slot in SLOTS)
     return next((f"recipe.{slot}" for slot, quant in pairs if quant is not None and meant(quant, slot)), None)
 
 

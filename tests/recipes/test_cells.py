@@ -1,11 +1,12 @@
 """A recipe in some cells alone quantises exactly those operands of those layers."""
 
 import random
+from typing import get_args
 
 import pytest
 
 from ablate.recipes import PRESETS
-from ablate.recipes.cells import WHAT, WHERE, Cell, grid, within
+from ablate.recipes.cells import Cell, What, Where, grid, within
 from ablate.recipes.layers import located
 from ablate.recipes.recipe import SLOTS, Recipe
 
@@ -33,7 +34,7 @@ def test_a_recipe_within_cells_quantises_those_and_no_other(preset):
     recipe, draw = PRESETS[preset](), random.Random(7)
     everything = quantised(recipe)
     for _ in range(8):
-        where, what = draw.choice(WHERE), draw.choice(WHAT)
+        where, what = draw.choice(get_args(Where)), draw.choice(get_args(What))
         cells = grid(recipe, LAYERS, where, what)
         assert pairs(cells.values()) >= everything
         chosen = draw.sample(sorted(cells), draw.randint(1, len(cells)))
