@@ -33,8 +33,8 @@ MARK = "@@findings "
 """Prefix of the line with the findings in the output of a library's process."""
 COLUMNS = 110
 """Largest width of a table or a line in characters."""
-CODES_SHOWN = 3
-"""Most codes of a block that are shown."""
+SHOWN = 3
+"""Properties that the page names for a difference: those with the largest shares."""
 RECIPES = {"nvfp4": "NVFP4", "four_over_six": "Four Over Six", "row_scaled": "Row-scaled NVFP4"}
 RECIPES |= {"mxfp4": "MXFP4", "mxfp8": "MXFP8"}
 CODES = (
@@ -70,8 +70,6 @@ class Cause:
     text: str
     properties: tuple[str, ...] = ()
     """Properties that it explains; none: all that have no other explanation."""
-    shown: tuple[str, str] | None = None
-    """Recipe and property whose first block shows it; None: the first one that it explains."""
 
 
 ORDER = "where the recipe has a (S/6) and x (1/(s (1/S))). Exact ties of bf16 numbers round otherwise."
@@ -190,7 +188,6 @@ CAUSES = (
         "The exponent of a scale below 2^-127 wraps around, and such blocks decode to infinity; that of a"
         " zero block is 1.",
         ("power_of_two_extremes", "zero_block"),
-        ("mxfp8", "power_of_two_extremes"),
     ),
     Cause(
         "mlx",
@@ -258,7 +255,6 @@ CAUSES = (
         ("mxfp4",),
         "An amax is 1e-30 or more, and the smallest scale 2^-126.",
         ("power_of_two_extremes", "zero_block"),
-        ("mxfp4", "zero_block"),
     ),
     Cause("qwantize", ("nvfp4", "mxfp4"), f"{TIES}: the nearest entry of a table."),
     Cause(
@@ -312,8 +308,7 @@ conformance kit on one CPU ({where}).
 it writes this page from `benchmarks/conformance.json`, which has every property and its first block.
 
 A difference is not yet a defect. Most are exact ties that another order of operations rounds to the other
-side, or a rule that a library states. A defect of the examined version has a text for its authors, which was
-not sent.
+side, or a rule that a library states. A defect has a [text](upstream.md) for its authors, which was not sent.
 
 Not here: libraries whose casts need a GPU (fp-quant) or Python 3.12 (xiaotu-moe); those that round numbers to
 a grid and have no block scale (ml_dtypes, jax, torch, onnxruntime); bitsandbytes, whose FP4 is another grid;
@@ -324,9 +319,8 @@ Numbers of properties that hold and that differ, and in brackets the library's o
 which it is judged; *one level* is NVFP4 without a tensor scale. `infinity_visible` is reported, not judged.
 Properties that a library has no function for are left out."""
 LEGEND = """\
-All properties but these hold. Behind them is the share of the compared numbers that differ; `no`: it does not
-hold; `err`: the library raises. a is a block's amax, A the tensor's, s the block scale, S = 2688/A. The first
-block that differs has the library's numbers, then the recipe's."""
+The properties that differ most, each with the share of the compared numbers that differ; `no`: it does not
+hold; `err`: the library raises. a is a block's amax, A the tensor's, s the block scale, S = 2688/A."""
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -348,8 +342,13 @@ def cell(row: dict[str, Any]) -> str:
         return "err"
     if row["cases"] == 1:
         return "no"
-    share = row["differing"] / row["cases"]
-    return "<1%" if share < 0.01 else f"{share:.0%}"
+    part = row["differing"] / row["cases"]
+    return "<1%" if part < 0.01 else f"{part:.0%}"
+
+
+def share(row: dict[str, Any]) -> float:
+    """Return the part of the compared numbers that differ; 1 if the library raises."""
+    return 1.0 if cell(row) == "err" else row["differing"] / row["cases"]
 
 
 def overview(findings: dict[str, Any]) -> list[str]:
@@ -397,7 +396,7 @@ def explained(findings: dict[str, Any]) -> dict[Cause, list[tuple[str, str, dict
 
 
 def differences(findings: dict[str, Any]) -> list[str]:
-    """Return the explanations, each with its properties, their shares, and the first block."""
+    """Return the explanations, each with the properties that differ most, and their shares."""
     lines: list[str] = []
     library = ""
     for cause, rows in explained(findings).items():
@@ -408,38 +407,17 @@ def differences(findings: dict[str, Any]) -> list[str]:
         shares: dict[str, dict[str, None]] = {}
         for _, one, row in rows:
             shares.setdefault(one, {})[cell(row)] = None
+        largest = sorted(shares, key=lambda one: -max(share(row) for _, name, row in rows if name == one))
         alike: dict[str, list[str]] = {}
-        for one, found in shares.items():
-            alike.setdefault(", ".join(found), []).append(f"`{one}`")
-        names = [f"{', '.join(several)} {share}" for share, several in alike.items()]
+        for one in largest[:SHOWN]:
+            alike.setdefault(", ".join(shares[one]), []).append(f"`{one}`")
+        names = [f"{', '.join(several)} {found}" for found, several in alike.items()]
+        if len(largest) > SHOWN:
+            names.append(f"{len(largest) - SHOWN} more")
         where = ", ".join(RECIPES[recipe] for recipe in recipes)
         item = f"- {where}. {cause.text} In {'; '.join(names)}."
-        shown = [row for recipe, one, row in rows if cause.shown in (None, (recipe, one))]
-        block = next((row["block"] for row in shown if any(row.get("block", [""])[1:])), None)
-        item += f" {first(block)}" if block else ""
         lines += textwrap.wrap(item, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     return lines
-
-
-def first(block: list[str]) -> str:
-    """Return the scale and the first codes in which a block of a library differs from the recipe's.
-
-    Computations are `..., scale 4 (0x7f); codes 1 2 3`, cut off after LONGEST characters.
-    """
-    place, *computed = block
-    scales, codes = zip(*(scale_and_codes(text) for text in computed), strict=True)
-    texts = [f"scale {scales[1]}, not {scales[0]}"] if scales[0] != scales[1] else []
-    pairs = [pair for pair in zip(codes[1], codes[0], strict=False) if pair[0] != pair[1]][:CODES_SHOWN]
-    if pairs:
-        texts.append("codes {}, not {}".format(*(" ".join(column) for column in zip(*pairs, strict=True))))
-    return f"First, {place}: {'; '.join(texts)}." if texts else ""
-
-
-def scale_and_codes(text: str) -> tuple[str, list[str]]:
-    """Return the scale of a block's computation and its codes, the last one left out if it may be cut."""
-    head, _, codes = text.partition("; codes ")
-    whole = codes.rpartition(" ")[0] if len(text) == LONGEST else codes
-    return head.rpartition("scale ")[2].partition(" ")[0], whole.split()
 
 
 def page() -> str:
