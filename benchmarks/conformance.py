@@ -302,13 +302,12 @@ CAUSES = (
 PREFACE = """\
 # Conformance of public libraries
 
-Do other libraries compute the recipes that they name? Each cast went through the properties of the
-conformance kit on one CPU ({where}).
-`python benchmarks/conformance.py --examine` repeats it for the installed libraries, and without `--examine`
-it writes this page from `benchmarks/conformance.json`, which has every property and its first block.
+Do other libraries compute the recipes that they name? Each cast went through the conformance kit on one CPU
+({where}; `python benchmarks/conformance.py --examine`).
+`benchmarks/conformance.json`, from which this page is written, has every property and first block.
 
 A difference is not yet a defect. Most are exact ties that another order of operations rounds to the other
-side, or a rule that a library states. A defect has a [text](upstream.md) for its authors, which was not sent.
+side, or a rule that is stated. A defect has a [text](upstream.md) for its authors, which was not sent.
 
 Not here: libraries whose casts need a GPU (fp-quant) or Python 3.12 (xiaotu-moe); those that round numbers to
 a grid and have no block scale (ml_dtypes, jax, torch, onnxruntime); bitsandbytes, whose FP4 is another grid;

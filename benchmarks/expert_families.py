@@ -426,14 +426,12 @@ rotations do not cross its tokens; one without tokens is not multiplied. Routers
 
 ## Families
 
-See how much of a model of `transformers` {version} a recipe reaches. Made by
-`python benchmarks/expert_families.py`.
+How much of a model of `transformers` {version} a recipe reaches (`python benchmarks/expert_families.py`).
 
-The columns are shares of the weights of all matrices, without embeddings and convolutions, of the model that
-a family's configuration class describes: in nn.Linear, and with packed experts. In brackets is a special
-layout; left in high precision is the router of each family, too. Small models in bf16 that were converted
-with the recipe `bf16` have the loss and the gradients of plain ones, bit for bit, with `grouped_mm`, the
-default, and with `eager`.{exceptions}
+Shares are of the weights of all matrices, without embeddings and convolutions, of the model that a family's
+configuration class describes: in nn.Linear, and with packed experts. In brackets is a special layout; the
+router of each family is left in high precision, too. Small models converted with the recipe `bf16` have the
+bits of plain ones, with `grouped_mm`, the default, and with `eager`.{exceptions}
 
 | family | 10^9 parameters | nn.Linear, and experts | left in high precision |
 |---|---|---|---|

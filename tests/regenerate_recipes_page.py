@@ -11,13 +11,11 @@ from ablate.recipes.recipe_text import EQUATIONS, block_scale, extras, outer_sca
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipes.md"
 INTRODUCTION = """# Recipes
 
-This page is generated (`make pages`). `ablate recipe show NAME` prints a recipe, `ablate recipe diff A B` compares two. `x` are
-activations, `w` weights and `g` output gradients. A line has operands (or *all*), then element, block and block scale, outer scale,
-rounding, and what else is done to them; what is not named is not there. [Numerics](numerics.md) defines the words. Products without
-a line are not rotated, and rounded once to bf16, dw too.
-
-Every preset treats [experts](experiment.md#experts) as Megatron-LM does, which builds them of Transformer Engine's GroupedLinear:
-each has scales of its own, gate and up are one matrix, and zeros pad its tokens.
+See what a preset sets (by `make pages`). `ablate recipe show NAME` prints a recipe, `ablate recipe diff A B` compares
+two. `x` are activations, `w` weights and `g` output gradients. A line has operands (or *all*), then element, block and block scale,
+outer scale, rounding, and what else is done to them ([numerics](numerics.md)). Products without a line are not rotated, and rounded
+once to bf16, dw too. [Experts](experiment.md#experts) are treated as by Megatron-LM: each has scales of its own, gate and up are
+one matrix, and zeros pad its tokens.
 """
 
 

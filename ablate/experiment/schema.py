@@ -47,8 +47,8 @@ class Growth(Spec):
     most: int = Field(le=10_000)
     """Seeds after which an arm stays undecided."""
     by: Literal["split", "sequence"] = "split"
-    """Method that keeps the intervals valid: the 5 % are split over the looks from start to most, or a
-    confidence sequence, which holds at all looks together."""
+    """Method that keeps the intervals valid: the 5 % are split over the looks, or a confidence sequence holds
+    at all."""
     step: int = Field(3, ge=1)
     """Seeds added at a look; few looks leave each a larger part of the 5 %."""
 
@@ -118,9 +118,11 @@ _SEEDS_SCHEMA = {
 
 
 class Metric(Spec):
-    """Metric by which arms are compared: its value in the last record that has it. Metrics that telemetry
-    changes are refused: instead of `train/loss`, built-in workloads have `train/recent_loss`, the mean of the
-    last 10 steps."""
+    """Metric by which arms are compared: its value in the last record that has it.
+
+    Metrics that telemetry changes are refused: instead of `train/loss`, built-in workloads have
+    `train/recent_loss`, the mean of the last 10 steps.
+    """
 
     name: str = "val/loss"
     direction: Literal["minimize", "maximize"] = "minimize"
@@ -168,8 +170,8 @@ class Published(Spec):
     """Name of the arm that is subtracted, on the same seeds; null: the figure is for `arm` alone."""
     metric: str
     value: Annotated[float | str, PlainValidator(_claim), WithJsonSchema(_CLAIM_SCHEMA)]
-    """Number in the metric's unit. For a difference also a share of the other arm's value, `-1.0%`, or only
-    the direction: `lower`, `higher`, `no difference`."""
+    """Number in the metric's unit. For a difference also a share of the other arm's value, `-1.0%`, or the
+    direction."""
     tolerance: float | None = Field(None, gt=0, lt=1)
     """Largest relative distance at which the two figures count as equal; null: .02. A difference is judged by
     its interval instead."""
@@ -231,11 +233,8 @@ class Design(Spec):
     horizons: Annotated[tuple[Multiple, ...], Field(strict=False, min_length=1)] = (1, 2, 4)
     """Lengths of the windows, in multiples of the shortest. The longest is the one that verdicts are on."""
     bad: str | None = None
-    """A known-bad arm: an arm of this file, or a preset, which is added as an arm.
-
-    A design that resolves it can see something: only then is an arm called equivalent, and without
-    `min_effect` a fifth of its damage is the smallest that matters.
-    """
+    """A known-bad arm: an arm of this file, or a preset. Only if it is resolved is an arm called equivalent;
+    without `min_effect` a fifth of its damage is the smallest that matters."""
     anneal: bool = True
     """The learning rate falls linearly to zero within a window; false: it stays the trunk's own."""
 
@@ -259,13 +258,13 @@ class Design(Spec):
 class Map(Spec):
     """Parts of the recipe that are trained alone, each an arm: where in the model its damage comes from.
 
-    A cell is a group of layers and a group of operands; everything else stays in high precision. The error of
-    a cell is amplified, since that of the recipe itself is too small to be seen in one cell.
+    A cell is a group of layers and a group of operands; everything else stays in high precision. Its error is
+    amplified, since the recipe's own is too small to be seen in one cell.
     """
 
     layers: Where | Annotated[tuple[Glob, ...], Field(strict=False, min_length=1)] = "blocks"
-    """Groups of layers: model, blocks, kinds (the same layer of all blocks), layers; or a list of globs on
-    names, each a group, for a model that only your own code knows."""
+    """Groups of layers: model, blocks, kinds (the same layer of all blocks), layers; or globs on names, each
+    a group, for code of your own."""
     operands: What = "products"
     """Groups of operands: recipe (all six), products, operands."""
     times: float = Field(4.0, ge=1, le=16)
@@ -273,11 +272,8 @@ class Map(Spec):
 
 
 class Asked(Spec):
-    """The comparison that the question is about.
-
-    Either a knob's values, on average over the other knobs but those that are held; or an arm and another; or
-    a whole family of comparisons, judged together.
-    """
+    """The comparison that the question is about: a knob's values, on average over the other knobs but those
+    that are held; an arm and another; or a whole family."""
 
     knob: str | None = None
     """Knob of `ablate`: each of its values is compared with the reference (false, or the first value)."""
@@ -288,8 +284,8 @@ class Asked(Spec):
     against: str | None = None
     """Name of the arm that it is compared with; default: its baseline."""
     family: Literal["arms", "knobs", "winner"] | None = None
-    """`arms`: every arm with its baseline. `knobs`: the main effects of the recipe's knobs, or of the
-    workload's if only those are turned. `winner`: a search's winner on fresh seeds."""
+    """`arms`: every arm with its baseline. `knobs`: the main effects of knobs. `winner`: a search's winner on
+    fresh seeds."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Asked":
@@ -307,14 +303,14 @@ class Search(Spec):
 
     sampler: Literal["tpe", "random", "gp", "cmaes", "nsga2"] = "tpe"
     """Optuna's sampler. All but cmaes take several objectives, for which `nsga2` is made. Only tpe learns
-    from knobs with a condition; the others draw them at random, and cmaes also those with choices."""
+    from knobs with a condition."""
     trials: int = Field(ge=1, le=MOST_TRIALS)
     """Arms to propose; each runs all seeds, unless it is pruned."""
     seed: int = Field(0, ge=0)
     pruner: Literal["median", "hyperband", "asha", "wilcoxon"] | None = None
-    """Rule by which arms are stopped: `median`: arms worse than half of the finished ones; `asha` (successive
-    halving): all but the best few at each rung; `hyperband`: the same with several first rungs; `wilcoxon`:
-    arms that lose to the best arm seed by seed."""
+    """Rule by which arms are stopped: `median`: worse than half of the finished ones; `asha`: all but the
+    best few at each rung; `hyperband`: the same with several first rungs; `wilcoxon`: worse than the best arm
+    seed by seed."""
     rungs: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
     """Training steps at which an arm is judged, by its first seed alone, which is the same for all arms."""
     warm: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -334,8 +330,8 @@ class Blame(Spec):
     where: Literal["model", "blocks", "kinds", "layers"] = "blocks"
     """Layers of a unit: all; those of a block; those with one name within their blocks; one."""
     what: Literal["recipe", "products", "operands", "parts"] = "recipe"
-    """Operands of a unit: all six, those of a product, or one. `parts`: units are fields of the recipe in
-    which it differs from the baseline, which then has a quantised recipe too."""
+    """Operands of a unit: all six, those of a product, or one. `parts`: fields of the recipe in which it
+    differs from a quantised baseline."""
     budget: int = Field(60, ge=1, le=MOST_TRIALS)
     """Largest number of runs, those of the recipe and of its baseline included."""
     alpha: float = Field(0.05, gt=0, lt=0.5)
@@ -361,7 +357,7 @@ seeds no arm could be stopped before its last."""
 
 class Constraint(Spec):
     """Limit of a metric in an arm's last record, for every seed. A trial that diverges or runs out of memory
-    violates the constraints in any case."""
+    violates it."""
 
     metric: str
     at_most: float | None = None
@@ -395,11 +391,11 @@ class Resources(Spec):
     ranks, except for the order of additions."""
 
     gpus: float = Field(0.0, ge=0, le=MOST_RANKS)
-    """GPUs of a trial: a fraction if trials share a GPU, or a whole number; 0: one, if trials run on GPUs. No
+    """GPUs of a trial: a whole number, or a fraction if trials share a GPU; 0: one, if trials run on GPUs. No
     effect on CPUs."""
     ranks: int | None = Field(None, ge=1, le=MOST_RANKS)
-    """Processes that compute a trial together; null: one for each of its GPUs, and one on CPUs. `ranks: 1`
-    beside several GPUs: one process of your own code gets all of them."""
+    """Processes that compute a trial together; null: one for each of its GPUs. `ranks: 1`: one process of
+    your own code gets all GPUs."""
     sharded: bool = False
     """Shard parameters, gradients and moments over the ranks (FSDP); a quantised weight is gathered as codes
     and scales."""
@@ -470,8 +466,8 @@ class ExperimentFile(Spec):
     """Cells of the recipe in place of `ablate` and `arms`. Without `design` they are windows of a fifth of
     the steps, and without `seeds` 8 of each."""
     against: Plain = "bf16"
-    """Baseline. A preset, or knobs: applied at each arm's own workload values, except those that the knobs
-    set. The name of an arm, or exactly its knobs: that arm, for all others."""
+    """Baseline: a preset or knobs, at each arm's own workload values; or the name of an arm, for all others.
+    """
     seeds: Annotated[tuple[int, ...] | Growth, PlainValidator(_seeds), WithJsonSchema(_SEEDS_SCHEMA)] = (
         0,
         1,
@@ -479,7 +475,7 @@ class ExperimentFile(Spec):
     )
     answer: Asked | None = None
     """The comparison that answers the question, or a family of them; default: the recipe's knobs that are
-    turned; where only presets (`recipe`) or the workload differ, every arm against its baseline."""
+    turned, else every arm against its baseline."""
     metric: Annotated[Plain, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()
@@ -489,13 +485,11 @@ class ExperimentFile(Spec):
     blame: Blame | None = None
     """Search for what causes the gap of `recipe` to the baseline, in place of `ablate` and `arms`."""
     null: bool = False
-    """Add an arm that is the baseline again and differs from it in nothing that matters: where a recipe draws
-    random numbers, by other draws; else by one ulp of the starting weights."""
+    """Add an arm that is the baseline again, by other random draws or one ulp of the starting weights apart.
+    """
     engine: Annotated[str, AfterValidator(_engine)] = AUTO
-    """Engine that computes the linear layers: emulated (any device), transformer_engine (its kernels),
-    scaled_mm (torch's scaled products where operands fit; scaled_mm:cudnn and scaled_mm:cutlass take those of
-    FlashInfer for FP4), or auto: Transformer Engine, else scaled_mm, if found to agree with the emulator
-    here, else the emulator."""
+    """Engine that computes the linear layers (docs/run/tensor_cores.md); `auto`: the first that was found to
+    agree with the emulator here, else the emulator."""
     retry: int = Field(2, ge=0, le=100)
     """Largest number of restarts of a trial that died."""
     patience: float = Field(60.0, gt=0)

@@ -163,11 +163,11 @@ class BlockScale(Spec):
     """Value of a scale that rounds to zero. Transformer Engine keeps 0, which loses the block; E8M0 has no
     zero."""
     halve_below: float | None = Field(None, gt=0.5, le=1)
-    """Halve an E8M0 scale that was rounded up if the number that was rounded is less than this part of it:
-    the block's largest elements then saturate, and the others are twice as fine (0.87 in MXFP4-v4)."""
+    """Halve an E8M0 scale that was rounded up if the number that was rounded is less than this part of it
+    (0.87 in MXFP4-v4)."""
     micro_exponents: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, strict=False, min_length=1)
     """Lengths of the sub-blocks that have a one-bit exponent of their own, each a divisor of the one before:
-    `[8, 4]` in HiF4, whose elements are e1m2 in blocks of 1x64 with e6m2 scales."""
+    `[8, 4]` in HiF4."""
 
     @property
     def levels(self) -> int:
@@ -215,8 +215,7 @@ class Range(Spec):
     (docs/reference/numerics.md, section 3)."""
     prescale: float = Field(1.0, gt=0, le=8)
     """Factor of the scaled elements, by which the product is divided: 3/4 keeps OCP's floor rule from
-    saturating (arXiv 2502.20586); 6 with `map_to` 1 scales a block by the power of two above its largest
-    magnitude, and divides by 6 afterwards (MXFP4-v4)."""
+    saturating (arXiv 2502.20586); 6 with `map_to` 1 in MXFP4-v4."""
 
 
 class Outer(Spec):
@@ -226,9 +225,8 @@ class Outer(Spec):
     """`tensor`; `row`: one a token or output channel; `rows:n`: one for n consecutive rows, counted from the
     first; `block:128`: one for 128 elements along the contraction."""
     statistic: OuterStatistic = "amax"
-    """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised;
-    `delayed:n`: the largest amax of the n steps before; `hold:n`: the amax of the first of every n steps;
-    `static:v`: v."""
+    """`amax`; `percentile:p` of the magnitudes; `delayed:n`: the largest amax of the n steps before;
+    `hold:n`: the amax of the first of every n steps; `static:v`: v."""
     bound: float = Field(448.0, gt=0)
     """Largest block scale used; 448 is the maximum of E4M3. 1 if there is no block scale."""
 
@@ -265,11 +263,11 @@ class Select(Spec):
 
     among: Candidates
     """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or
-    INT4 (IF4); `search`: every scale code near the first guess, the best that a block scale can do."""
+    INT4 (IF4); `search`: every scale code near the first guess."""
     criterion: Criterion = "mse"
     map_to: tuple[float, float] = Field((6.0, 4.0), strict=False)
-    """Values to which the two candidates of `scales` map the block's largest magnitude. Beyond 6 it
-    saturates, and the block's other elements are finer: `[6, 12]`. The first wins where errors are equal."""
+    """Values to which the two candidates of `scales` map the block's largest magnitude; the first wins where
+    errors are equal."""
 
     @model_validator(mode="after")
     def _pair(self) -> "Select":
@@ -309,7 +307,7 @@ class Transform(Spec):
     """True: what clamping cuts off is multiplied in the operand's own precision. False: it is lost."""
     patch: float | None = Field(None, gt=0, lt=1)
     """The fraction of channels with the largest magnitude whose quantisation error is added back to the
-    product, in the operand's own precision (Hot-Channel Patch, arXiv 2602.02047)."""
+    product (Hot-Channel Patch, arXiv 2602.02047)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Transform":
@@ -359,8 +357,8 @@ class Quant(Spec):
     """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is
     exact."""
     source: Literal["original", "forward", "forward_bf16"] = "original"
-    """Tensor that is quantised for the backward pass: the original, or the forward pass's quantised copy, in
-    fp32 or rounded to bf16 first, as Transformer Engine does."""
+    """Tensor that is quantised for the backward pass: the original, or the forward copy, in fp32 or rounded
+    to bf16 first."""
     transform: Transform | None = None
     estimator: Literal["clip_mask"] | Dge | None = None
     """The gradient of the forward cast: null passes it straight through; `clip_mask` stops it where the cast
@@ -554,9 +552,8 @@ class Hadamard(Spec):
 
     size: Literal[4, 8, 16, 32, 64, 128] = 16
     signs: SignRule = "fixed"
-    """`fixed`: Transformer Engine's one sign vector for all layers, steps and ranks, repeated to `size`. The
-    others are drawn: once for each product of each layer, anew each optimizer step, or anew each
-    micro-batch."""
+    """`fixed`: Transformer Engine's one sign vector, repeated to `size`. Others are drawn: once per product
+    and layer, per optimizer step, or per micro-batch."""
 
 
 def grain(quant: Quant, rotation: Hadamard | None, axis: int) -> int:

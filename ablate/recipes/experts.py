@@ -48,18 +48,17 @@ class Experts(Spec):
 
     padding: Annotated[str, AfterValidator(_padding)] = "zeros"
     """`zeros`, as Transformer Engine and torchao pad; `routed:n`, as Megatron-LM with
-    `--moe-router-padding-for-quantization`: the first tokens that are not routed to an expert fill it to a
-    multiple of n with probability 0, so they take part in its scales and blocks. An expert without tokens
-    stays empty."""
+    `--moe-router-padding-for-quantization`: tokens that are not routed to an expert fill it to a multiple of
+    n, with probability 0. An expert without tokens stays empty."""
     gate_up: Literal["fused", "split"] = "fused"
     """`fused`: gate and up are one matrix with one outer scale, as they are stored; `split`: two."""
     rounding_state: Literal["own", "shared"] = "own"
-    """`own`: each expert draws its own random words; `shared`: all experts of a layer draw the same words at
-    the same place of their matrices, as kernels do that are launched with one state."""
+    """`own`: each expert draws its own random words; `shared`: all experts of a layer draw the same, as
+    kernels do that are launched with one state."""
     routing: Literal["free", "replay"] = "free"
-    """`free`: tokens go where the router sends them; `replay`: where the unquantised training from the same
-    checkpoint sent them at the same step, with weights of the present router. The trial trains that first.
-    Evaluations route freely. In forks of one rank alone, not compiled."""
+    """`free`: tokens go where the router sends them; `replay`: where unquantised training from the same
+    checkpoint sent them at the same step. Evaluations route freely. In forks of one rank alone, not compiled.
+    """
 
     def matrices(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
         """Return a described model's layers as this recipe quantises them: gate and up apart, if they are."""

@@ -248,9 +248,8 @@ KNOBS: dict[str, Knob[Any]] = {
         name: Knob(
             Literal["fp4", "fp8", "bf16"],
             "fp8",
-            f"Both operands of {name}: fp4 as the recipe has them (as nvfp4 if it has others); fp8 as preset"
-            " mxfp8, with a scale for each 32 elements (not as fp8_current, with one a tensor), without"
-            " rotation; or bf16.",
+            f"Both operands of {name}: fp4 as the recipe has them (else as nvfp4); fp8 as preset mxfp8 (not"
+            " as fp8_current), without rotation; or bf16.",
             _product(name),
         )
         for name in DIRECTIONS["all"]

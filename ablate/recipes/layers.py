@@ -109,8 +109,7 @@ class Match(Spec):
     """The layers that a rule is about: those for which all given fields hold.
 
     A string is a short spelling of one field: `class:Attention` of `within: Attention`, any other of `name`.
-    What a string can say is written as that string wherever a recipe becomes JSON, so both spellings are one
-    recipe with one id.
+    What a string can say is written as that string, so both spellings have one id.
     """
 
     blocks: Annotated[str, AfterValidator(_canonical)] | None = None

@@ -113,8 +113,8 @@ class Backward(Product):
     """Fields of both products of the backward pass."""
 
     dequantised: bool = False
-    """Take w (dgrad) or x (wgrad) as the forward pass quantised it, dequantised and rounded to bf16, instead
-    of the original; the product itself is in bf16. Transformer Engine: `backward_override="dequantized"`."""
+    """Take w (dgrad) or x (wgrad) as the forward pass quantised it, dequantised; the product is in bf16.
+    Transformer Engine: `backward_override="dequantized"`."""
 
     @model_validator(mode="after")
     def _in_bf16(self) -> "Backward":

@@ -8,12 +8,10 @@ from ablate.numerics.spec import Spec
 class Noise(Spec):
     """Noise on the norms that feed a block's linear layers, drawn anew for each micro-batch of training.
 
-    QeRL adds N(0, sigma^2) to the weight of an RMSNorm, which multiplies the channels that a linear layer
-    reads, and so perturbs the columns of its weight. The run is cut into `stages + 1` equal parts. The first
-    has no noise, as in the authors' public code; then sigma falls exponentially from `start` to `end`. A
-    window of a forked design has the noise of the run's steps that it begins at. Evaluations, checkpoints and
-    updates see the weights without it. Not modelled: reinforcement learning, whose rollouts QeRL perturbs
-    (here: every forward pass of training).
+    QeRL adds N(0, sigma^2) to the weight of an RMSNorm. The run is cut into `stages + 1` equal parts. The
+    first has no noise, as in the authors' public code; then sigma falls exponentially from `start` to `end`.
+    A window of a forked design has the noise of the steps that it begins at. Not modelled: reinforcement
+    learning, whose rollouts QeRL perturbs (here: every forward pass of training).
     """
 
     start: float = Field(1e-2, gt=0, le=1)

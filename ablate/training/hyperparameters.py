@@ -55,10 +55,8 @@ class Fallback(Spec):
     clip: float = Field(1.0, gt=0, le=1)
     """Factor of `clip`, applied again at each fallback."""
     precision: Literal["bf16", "fp8"] | None = None
-    """Precision of the slots and layers below after the first fallback; null: no change.
-
-    fp8 is that of preset fp8_current, with one scale a tensor from its own amax, and not MXFP8.
-    """
+    """Precision of the slots and layers below after the first fallback; null: no change. fp8 is that of
+    preset fp8_current."""
     slots: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
     """Globs on the six slots: `fprop.*`, `wgrad.g`."""
     layers: tuple[Annotated[str, Field(min_length=1)], ...] = Field(("*",), strict=False, min_length=1)
@@ -88,10 +86,8 @@ class Fallback(Spec):
 
 
 class Guard(Spec):
-    """Conditions under which a step counts as diverging, and the response to it.
-
-    A loss or gradient that is not finite always counts.
-    """
+    """Conditions under which a step counts as diverging, and the response to it. A loss or gradient that is
+    not finite always counts."""
 
     policy: Literal["stop", "skip", "fallback"] = "stop"
     """`stop` ends the run as diverged; `skip` does not apply the update of that step.
@@ -103,10 +99,7 @@ class Guard(Spec):
     norm: float | None = Field(None, gt=1)
     """Factor over the running median above which the gradient norm before clipping counts as diverging."""
     window: int = Field(32, ge=4, le=1 << 20)
-    """Number of steps in the running median. Nothing is compared before the window is full.
-
-    A fallback empties the window.
-    """
+    """Number of steps in the running median, before which nothing is compared. A fallback empties it."""
     limit: int = Field(20, ge=1)
     """Number of interventions after which the next step that diverges ends the run."""
     fallback: Fallback = Fallback()
@@ -142,8 +135,7 @@ class Training(Spec):
     final_lr: float = Field(0.0, ge=0, le=1)
     """Learning rate of the last step, as a fraction of the peak."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` applies to the matrices inside blocks, with AdamW's learning rate; AdamW trains the rest:
-    embeddings, head, norms, biases and stacks of experts."""
+    """`muon` applies to the matrices inside blocks, with AdamW's learning rate; AdamW trains the rest."""
     optimizer_state: Literal["bf16", "fp32"] = "fp32"
     """Type of the moments between steps; bf16 is emulated by rounding to nearest after every step."""
     weight_decay: float = Field(0.1, ge=0)
@@ -160,14 +152,9 @@ class Training(Spec):
     """Compute a block's activations again in the backward pass: the same bits, more time, less memory."""
     deterministic: bool = True
     """Use deterministic algorithms for attention on a GPU; without them a resumed run has other bits there.
-
-    Compiled models and those of transformers use them for all operations, and fail at one without any.
-    """
+    Compiled models and those of transformers use them for all operations, and fail at one without any."""
     compile: bool = False
-    """Use torch.compile around the quantised products.
-
-    The operations around them are fused, so the last bits differ from those of the eager path.
-    """
+    """Use torch.compile around the quantised products, which changes the last bits."""
     eval_every: int = Field(100, ge=1)
     eval_tokens: int = Field(16384, ge=1, le=MOST_TOKENS)
     eval_batch: int = Field(16, ge=1, le=MOST_SEQUENCES)

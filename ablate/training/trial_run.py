@@ -27,8 +27,8 @@ class Telemetry(Spec):
     checkpoint: float = Field(60.0, ge=0)
     """Least seconds between checkpoints. They take 5 % of a trial's time at most; 0: after every step."""
     keep_weights: bool = False
-    """Keep the weights of each trial that does not diverge in its folder, as `weights.safetensors`.
-    A finished trial that is reused keeps them only if it was run so."""
+    """Keep the weights of each trial that does not diverge in its folder, as `weights.safetensors`; of a
+    reused trial only if it was run so."""
 
 
 @dataclass(frozen=True)

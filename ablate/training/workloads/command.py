@@ -91,11 +91,7 @@ class Command(OwnCode):
     LATER: ClassVar[frozenset[str]] = OwnCode.LATER | {"export"}
 
     run: str = Field(min_length=1)
-    """Program and arguments, split as a shell does, with placeholders such as `{seed}` and `{lr}`.
-
-    Placeholders are `seed`, `steps`, `device`, `folder`, `recipe`, `config`, `checkpoint`, `export:NAME` with
-    the name of a training stack, and the keys of `config`; `{{` is a brace.
-    """
+    """Program and arguments, split as a shell does, with placeholders (docs/use/command_workload.md)."""
     export: ExportOptions = ExportOptions()
     """Facts of the model that exports need."""
     folder: str = "."
@@ -107,8 +103,7 @@ class Command(OwnCode):
     """
     metrics: _Words | LogLines = "stdout"
     """Lines of standard output that are metrics, beside those in ABLATE_METRICS: JSON (`stdout`), none
-    (`file`), or those of a training stack: `torchtitan`, `megatron`, `modded-nanogpt`, `{hf: 10}`,
-    `{regex: ...}`."""
+    (`file`), or those of a training stack (docs/use/command_workload.md)."""
 
     @property
     def _folder(self) -> Path:

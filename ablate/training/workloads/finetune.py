@@ -84,11 +84,8 @@ class Finetune(TextWorkload):
     pretrained: ClassVar[bool] = True
 
     model: Architecture = Field(default_factory=lambda: Fields(_TINY))
-    """Folder saved by `transformers`, name on the hub, or fields of a configuration.
-
-    The fields of a configuration include `model_type`; `base` trains its weights first, or they are drawn
-    from the seed.
-    """
+    """Folder saved by `transformers`, name on the hub, or fields of a configuration with `model_type`. Its
+    weights are then trained by `base`, or drawn from the seed."""
     base: Base | None = None
     lora: Lora | None = None
     """Low-rank adapters to train; null: every weight is trained."""

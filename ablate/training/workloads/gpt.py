@@ -37,15 +37,13 @@ class MixtureOfExperts(Spec):
     top_k: int = Field(2, ge=1, le=_MOST_EXPERTS)
     """Experts that each token is sent to."""
     hidden: int | None = Field(None, ge=16, le=1 << 48)
-    """Width of one expert; null: the MLP's width divided by top_k + shared, rounded up to a multiple of 32,
-    so that a token costs as much as without experts."""
+    """Width of one expert; null: the MLP's width divided by top_k + shared, rounded up to a multiple of 32.
+    """
     shared: int = Field(0, ge=0, le=_MOST_EXPERTS)
     """Further experts that every token passes through, as one MLP."""
     auxiliary: float = Field(0.01, ge=0)
-    """Weight of the load-balancing loss of Switch Transformer, added up over blocks; 0: none.
-
-    It is trained beside the cross-entropy and recorded apart, as the mean over blocks: train/imbalance.
-    """
+    """Weight of the load-balancing loss of Switch Transformer; 0: none. It is recorded apart, as
+    train/imbalance."""
 
 
 class Gpt(TextWorkload):
@@ -56,11 +54,8 @@ class Gpt(TextWorkload):
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture | None = None
-    """Configuration of `transformers` that replaces the model that the next fields describe.
-
-    It is given as its fields with `model_type`, as a folder with config.json, or as a name on the hub. Its
-    weights are drawn from the seed.
-    """
+    """Configuration of `transformers` in place of the next fields: its fields with `model_type`, a folder
+    with config.json, or a name on the hub. Its weights are drawn from the seed."""
     layers: int = Field(4, ge=1, le=MOST_LAYERS)
     width: int = Field(128, ge=16, le=MOST_WIDTH)
     heads: int = Field(4, ge=1, le=MOST_WIDTH)

@@ -28,8 +28,8 @@ _START_SECONDS = 0.02
 class Idle(Workload):
     """Workload that sleeps and yields records of a synthetic loss.
 
-    The loss is a bowl in x and y plus 1 / step and noise. Arms share most of the noise by seed; a tenth as
-    much differs between them. A search therefore has a minimum to find, and a comparison is paired.
+    The loss is a bowl in x and y plus 1 / step and noise, most of which arms share by seed: a search has a
+    minimum to find, and a comparison is paired.
     """
 
     VERSION: ClassVar[int] = 1
