@@ -302,7 +302,7 @@ CAUSES = (
 PREFACE = """\
 # Conformance of public libraries
 
-Do other libraries compute the recipes that they name? Each cast went through the conformance kit on one CPU
+Do libraries compute the recipes that they name? Each cast went through the conformance kit on one CPU
 ({where}; `python benchmarks/conformance.py --examine`).
 `benchmarks/conformance.json`, from which this page is written, has every property and first block.
 

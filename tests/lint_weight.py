@@ -37,6 +37,8 @@ NO_CODE = {
 }
 GENERATED = ("recipes.md", "experiment.md", "conformance.md", "families.md")
 """Pages that programs write."""
+GENERATED_END = {"tensor_cores.md": "## Every preset"}
+"""Headings from which on a program writes the rest of a page."""
 
 
 def docstring_lines(parsed: ast.AST) -> set[int]:
@@ -114,13 +116,18 @@ def by_package(package: Path) -> Iterator[str]:
 
 
 def words(root: Path) -> tuple[int, int]:
-    """Return the words of README and docs: written by hand, and on generated pages."""
+    """Return the words of README, CONTRIBUTING and docs: written by hand, and generated."""
     hand = generated = 0
-    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+    for path in [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]:
+        text = path.read_text()
         if path.name in GENERATED:
-            generated += len(path.read_text().split())
+            written, made = "", text
+        elif heading := GENERATED_END.get(path.name):
+            written, _, made = text.partition(f"\n{heading}\n")
         else:
-            hand += len(path.read_text().split())
+            written, made = text, ""
+        hand += len(written.split())
+        generated += len(made.split())
     return hand, generated
 
 
@@ -155,7 +162,7 @@ def main() -> int:
         texts = [path.read_text() for path in (ROOT / folder).rglob("*.py")]
         print(f"  {folder:14} {sum(text.count(chr(10)) for text in texts):7,} lines")
     hand, generated = words(ROOT)
-    print(f"words of README and docs: {hand:,} by hand, {generated:,} generated")
+    print(f"words of README, CONTRIBUTING and docs: {hand:,} by hand, {generated:,} generated")
     print(*growths(), sep="\n")
     if loose := stale(now, limits):
         print(
