@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from ablate.errors import InputError
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.yaml_document import display
 from ablate.files import finite
 from ablate.recipes import PRESETS, Recipe
@@ -25,6 +26,7 @@ from ablate.reports.plain_text import duration, markdown_cell
 from ablate.reports.table import Column, Table
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Verdict
+from ablate.results.subject import source_name
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_document
 from ablate.store.checked_ledger import open_checked, refusal, unverified
@@ -124,18 +126,17 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             continue
         if not members.get(arm.name) or not members.get(arm.baseline):
             continue
-        spec = dict(members[arm.baseline][0].resolved.content)
-        if FOREIGN in spec["workload"]:  # comparable within one judgement alone
-            recipe: Fields = {"arm": arm.baseline}
-            facts: Fields = {"judged as": name, "against": arm.baseline}
-        else:
-            recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
+        spec = members[arm.baseline][0].resolved
+        foreign = spec.workload == FOREIGN  # comparable within one judgement alone
+        facts: Fields = (
+            {"judged as": name, "against": arm.baseline} if foreign else _facts(spec, arm.baseline)
+        )
         content = {key: value for key, value in facts.items() if key != "data"}  # wherever the data lie
-        content["against"] = recipe
+        content["against"] = {"arm": arm.baseline} if foreign else _recipe(json.dumps(spec.recipe))
         task = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
         tasks[task] = facts
         yield Entry(
-            workload=_workload(spec),
+            workload="runs from elsewhere" if foreign else _workload(spec),
             task=task,
             metric=metric.name,
             minimize=metric.direction == "minimize",
@@ -151,62 +152,41 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             commit=commit,
             sweep=name,
             shown=interval(arm.gap),
-            shares_trunk=bool((spec.get("forks") or {}).get("trunk")),
+            shares_trunk=bool((spec.forks or {}).get("trunk")),
             unverified=unsealed,
         )
 
 
-def _config(spec: Fields) -> tuple[str, Fields]:
-    """Return name and fields of the workload of a trial spec; ValueError if it is not an object."""
-    workload = spec["workload"]
-    if not isinstance(workload, dict):
-        raise ValueError(f"workload: {workload!r} is no object")
-    ((name, config),) = workload.items()
-    if not isinstance(config, dict):
-        raise ValueError(f"workload.{name}: {config!r} is no object")
-    return name, config
-
-
-def _workload(spec: Fields) -> str:
+def _workload(spec: RecordedSpec) -> str:
     """Return name and, if it has one, size of a workload: `gpt 4x128, 300 steps`."""
-    name, config = _config(spec)
-    if name == FOREIGN:
-        return "runs from elsewhere"
-    model = config.get("model")
-    if model and "steps" in config:
-        model_name = model.get("model_type", "model") if isinstance(model, dict) else model
-        return f"{name} {model_name}, {config['steps']} steps"
+    name, config = spec.workload, spec.config
+    if (model := config.get("model")) and "steps" in config:
+        model = model.get("model_type", "model") if isinstance(model, dict) else model
+        return f"{name} {model}, {config['steps']} steps"
     if not {"layers", "width", "steps"} <= config.keys():
         return name
     return f"{name} {config['layers']}x{config['width']}, {config['steps']} steps"
 
 
-def _facts(spec: Fields, against: str) -> Fields:
-    """Return the fields that determine a baseline, except its seed, by path; its recipe by name of preset or
-    arm."""
-    name, config = _config(spec)
-    fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
-    recipe = _recipe(json.dumps(spec["recipe"]))
-    preset = next((preset for preset, content in _presets().items() if content == recipe), against)
-    about = {"data": _source(config.get("data")), "data content": spec["data"], "against": preset}
-    about |= {"engine": spec["engine"], "device": spec["device"]}
-    versions = {f"{kind} version": spec.get(f"{kind}_version") for kind in ("workload", "numerics")}
-    return dict(_flat(fields)) | about | versions | _forks(spec.get("forks"))
+def _facts(spec: RecordedSpec, against: str) -> Fields:
+    """Return the fields that determine a baseline, except its seed, by path; recipes by name of preset, or of
+    the arm."""
+    workload = _identity(spec.workload, json.dumps(spec.config))
+    facts: Fields = dict(_flat({key: value for key, value in workload.items() if key != "data"}))
+    facts |= {"data": source_name(spec.config.get("data")), "data content": spec.data}
+    facts |= {"against": _preset(spec.recipe) or against, "engine": spec.engine, "device": spec.device}
+    facts |= {f"{kind} version": spec.content.get(f"{kind}_version") for kind in ("workload", "numerics")}
+    if forks := spec.forks:  # damage in these windows is no gap, and no damage in others
+        about = {key: json.dumps(forks[key]) for key in ("positions", "windows", "anneal") if key in forks}
+        trunk = forks.get("trunk") and (_preset(forks["trunk"]) or _recipe(json.dumps(forks["trunk"])))
+        facts |= {f"forks.{key}": value for key, value in (about | {"trunk": trunk}).items()}
+    return facts
 
 
-def _forks(forks: object) -> Fields:
-    """Return what distinguishes the damage of forked trials from gaps, and from damage in other windows."""
-    if not isinstance(forks, dict):
-        return {}
-    trunk = _recipe(json.dumps(forks["trunk"])) if forks.get("trunk") else None
-    name = next((preset for preset, content in _presets().items() if content == trunk), trunk)
-    about = {key: json.dumps(forks[key]) for key in ("positions", "windows", "anneal") if key in forks}
-    return {f"forks.{key}": value for key, value in (about | {"trunk": name}).items()}
-
-
-def _source(data: object) -> object:
-    """Return the name of a data source, or the name of its first file or folder."""
-    return Path(str(next(iter(data.values())))).name if isinstance(data, dict) and data else data
+def _preset(recipe: object) -> str | None:
+    """Return the name of the preset that a recorded recipe is; None for another, and for none."""
+    content = None if recipe is None else _recipe(json.dumps(recipe))
+    return next((name for name, preset in _presets().items() if content == preset), None)
 
 
 @cache
@@ -252,7 +232,7 @@ def _titles(tasks: Mapping[str, tuple[str, Fields]]) -> dict[str, str]:
             more = [f"and {len(fields) - _MOST_WORDS} more fields"] if fields[_MOST_WORDS:] else []
             titles[task] = ", ".join((size, *fields[:_MOST_WORDS], *more))
     counts = Counter(titles.values())
-    return {task: f"{title} ({task})" if counts[title] > 1 else title for task, title in titles.items()}
+    return {task: f"{text} ({task})" if counts[text] > 1 else text for task, text in titles.items()}
 
 
 def _differences(group: list[Fields]) -> Iterator[list[str]]:
@@ -281,7 +261,7 @@ def nothing(entries: list[Entry], workload: str | None, metric: str | None) -> s
 
 def tables(entries: list[Entry]) -> dict[str, Table[Entry]]:
     """Return the tables of the entries, by title."""
-    return {title: _table(group) for title, group in groups(entries).items()}
+    return {heading: _table(group) for heading, group in groups(entries).items()}
 
 
 def _table(group: list[Entry]) -> Table[Entry]:
@@ -311,13 +291,13 @@ def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     for entry in entries:
         found.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)
     alone: dict[str, list[str]] = {}
-    for title, (entry, *others) in found.items():
+    for heading, (entry, *others) in found.items():
         if not others:
             apart = f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked"
-            alone.setdefault(apart, []).append(title)
-    for title, titles in alone.items():
-        if len(titles) > _MOST_ALONE:
-            found[title] = sorted((found.pop(each)[0] for each in titles), key=lambda entry: entry.arm)
+            alone.setdefault(apart, []).append(heading)
+    for apart, headings in alone.items():
+        if len(headings) > _MOST_ALONE:
+            found[apart] = sorted((found.pop(each)[0] for each in headings), key=lambda entry: entry.arm)
     return found
 
 
@@ -331,6 +311,6 @@ def unsealed(entries: list[Entry]) -> list[str]:
 
 
 def markdown(entries: list[Entry]) -> Iterator[str]:
-    for title, table in tables(entries).items():
-        yield from (f"### {markdown_cell(title)}", "", table.markdown(), "")
+    for heading, table in tables(entries).items():
+        yield from (f"### {markdown_cell(heading)}", "", table.markdown(), "")
     yield from (f"{markdown_cell(line)}  " for line in unsealed(entries))

@@ -46,7 +46,7 @@ def title(spec: RecordedSpec) -> str:
     return " ".join(filter(None, (spec.workload, name, size))) + steps
 
 
-def _source(data: object) -> str:
+def source_name(data: object) -> str:
     """Return the name of a data source, or of its first file or folder."""
     return Path(str(next(iter(data.values())))).name if isinstance(data, Mapping) else str(data)
 
@@ -61,7 +61,7 @@ def described(spec: RecordedSpec) -> str:
     parts = [f"model {name}"] if name else []
     parts += [f"{key} {size}" for key, size in sizes.items()]
     parts += [f"{key} {config[key]}" for key in _OF_RUN if config.get(key) is not None]
-    parts += [f"data {_source(config['data'])}"] if config.get("data") else []
+    parts += [f"data {source_name(config['data'])}"] if config.get("data") else []
     return f"{spec.workload or '?'} ({', '.join(parts)})"
 
 
@@ -75,6 +75,6 @@ def subject(spec: RecordedSpec, covered: float | None) -> str:
     if not abilities(spec.workload).trains:
         sizes = " x ".join(str(spec.config[key]) for key in _OF_TENSORS if key in spec.config)
         return f"{spec.workload}{f' {sizes}' if sizes else ''}, no model"
-    data = f", data {_source(spec.config['data'])}" if spec.config.get("data") else ""
+    data = f", data {source_name(spec.config['data'])}" if spec.config.get("data") else ""
     share = f", {covered:.0%} of matrix weights quantised" if covered is not None else ""
     return f"{title(spec)}{data}{share.replace('%', ' %')}"
