@@ -1,6 +1,5 @@
 """Progress of a sweep at one moment, from its ledger and its lock. Read-only, without torch."""
 
-import json
 import math
 import sqlite3
 import time
@@ -19,8 +18,6 @@ from ablate.store.divergences import divergences
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Attempt, Member
 from ablate.store.trial_store import Store
-from ablate.training.fork_design import Forks
-from ablate.training.workloads import recorded
 
 _LOG_LINES = 5
 AboutOf = Callable[[Path, Ledger], Mapping[str, str]]
@@ -154,10 +151,7 @@ def _read(
 def _running_trial(
     ledger: Ledger, store: Store, member: Member, attempt: Attempt, now: float
 ) -> RunningTrialStatus:
-    spec = member.resolved
-    whole = recorded(spec.workload, spec.config)
-    steps = Forks.model_validate_json(json.dumps(spec.forks)).steps if spec.forks else whole.steps
-    speed = ledger.pace(member.trial, attempt.started)
+    steps, speed = member.resolved.steps, ledger.pace(member.trial, attempt.started)
     last = ledger.last_record(member.trial, "throughput/tokens_per_s")
     lock = store.folder(member.id) / "lock"
     process = Holder.parse(lock.read_bytes()) if lock.is_file() else None
@@ -172,7 +166,7 @@ def _running_trial(
         steps_per_s=speed.steps_per_s,
         tokens_per_s=None if last is None or math.isnan(last[1]) else last[1],
         silent_s=max(0.0, now - max(speed.moment, attempt.started)),
-        seconds_left=max(0, steps - speed.step) / speed.steps_per_s if speed.steps_per_s else None,
+        seconds_left=speed.seconds_left(steps),
     )
 
 

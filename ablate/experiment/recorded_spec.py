@@ -36,6 +36,16 @@ class RecordedSpec:
         texts = (content.get(key, "") for key in ("engine", "device", "data"))
         return cls(content, workload, config, content.get("recipe"), content.get("forks"), *texts)
 
+    @property
+    def steps(self) -> int:
+        """Steps that the trial counts, those of its windows if it is forked. InputError if this version has
+        no such workload."""
+        from ablate.training.fork_design import Forks  # few readers of a spec need these
+        from ablate.training.workloads import recorded
+
+        whole = recorded(self.workload, self.config).steps
+        return Forks.model_validate_json(json.dumps(self.forks)).steps if self.forks else whole
+
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
         """Return the parts of a spec, given as a JSON object; ValueError for any other text."""

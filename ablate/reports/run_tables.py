@@ -16,7 +16,6 @@ from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.own_code.user_errors import printed
-from ablate.training.workloads import recorded
 
 _LOG_LINES = 200
 _MOST_REASONS = 12
@@ -30,25 +29,18 @@ def running(ledger: Ledger) -> Answered:
     members = ledger.members()
     over = sum(member.status not in ("pending", "running") for member in members)
     text = f"{over} of {counted(len(members), 'run')} are over."
-    ends = _ends(ledger, members)
-    at, seconds = ledger.facts.left
-    news = [f"the next result at about {_clock(min(ends))}"] if ends else []
-    if seconds is not None:
-        news.append(f"the last at about {_clock(max(time.time(), at + seconds, *ends))}")
-    text += f" Expected: {' and '.join(news)}." if news else ""
-    return Answered("Running.", text, "running")
-
-
-def _ends(ledger: Ledger, members: list[Member]) -> list[float]:
-    """Return the moments (seconds since 1970) at which the trials that run now end at their present pace."""
-    by_trial, ends = {member.trial: member for member in members}, []
+    by_trial, now, ends = {member.trial: member for member in members}, time.time(), []
     for trial, attempt in ledger.running_attempts().items():
         speed = ledger.pace(trial, attempt.started)
         if trial in by_trial and speed.steps_per_s:
-            spec = by_trial[trial].resolved
-            steps = recorded(spec.workload, spec.config).steps
-            ends.append(max(time.time(), speed.moment + (steps - speed.step) / speed.steps_per_s))
-    return ends
+            left = speed.seconds_left(by_trial[trial].resolved.steps) or 0.0
+            ends.append(max(now, speed.moment + left))
+    at, seconds = ledger.facts.left
+    news = [f"the next result at about {_clock(min(ends))}"] if ends else []
+    if seconds is not None:
+        news.append(f"the last at about {_clock(max(now, at + seconds, *ends))}")
+    text += f" Expected: {' and '.join(news)}." if news else ""
+    return Answered("Running.", text, "running")
 
 
 def _clock(moment: float) -> str:

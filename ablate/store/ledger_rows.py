@@ -144,6 +144,10 @@ class Pace:
     steps_per_s: float | None = None
     """Steps per second; None while there are too few records."""
 
+    def seconds_left(self, steps: int) -> float | None:
+        """Return the seconds from the last record to a step at this speed; None while it is unknown."""
+        return max(0, steps - self.step) / self.steps_per_s if self.steps_per_s else None
+
 
 ARM_COLUMNS = ", ".join(field.name for field in fields(ArmRow))
 """Columns of a query for arms."""

@@ -1,6 +1,7 @@
 """Arms and what they are to a sweep (baseline, listed, searched, refused, pruned, confirmed), from its file to its answer."""
 
 import json
+import time
 from contextlib import closing
 
 import pytest
@@ -12,6 +13,7 @@ from ablate.execution.tracking import runs
 from ablate.experiment.load import load
 from ablate.reports.answer import Answer
 from ablate.reports.leaderboard import collect
+from ablate.reports.run_tables import running
 from ablate.results.contrasts import contrasts
 from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
@@ -218,3 +220,22 @@ def test_baselines_that_a_sampler_brought_are_in_no_comparison_of_their_own(tmp_
         assert contrasts(arms, book.facts.metric) == []
         best = min((arm for arm in arms if arm.role == "searched"), key=lambda arm: arm.mean)
         assert best.name in Answer(book).verdict()
+
+
+def test_a_running_fork_ends_with_its_last_window(tmp_path):
+    """Its windows are 2 of 24 steps, a step in ten minutes: the whole run's steps would end hours later."""
+    design = {"trunk": "start", "positions": [0.5], "window": 2 / 24, "horizons": [1]}
+    experiment = tiny(tmp_path, shape={"steps": 24, "eval_every": 24}, design=design, seeds=2)
+    arm = next(arm for arm in experiment.arms if experiment.spec(arm, 0, "cpu").steps < 24)
+    spec, began = experiment.spec(arm, 0, "cpu"), time.time()
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
+        trial = book.add_member(book.add_arm(arm.name, {}, None, None), 0, spec.id, spec.wire)
+        book.start_attempt(trial, 1, began)
+        events = [(step, began + 600.0 * step) for step in (0, 1)]
+        book.record(trial, [{"step": s, "time": t, "metrics": {"train/loss": 3.0}} for s, t in events])
+        (member,) = book.members()
+        assert member.resolved.steps == spec.steps
+        ends = time.localtime(began + 600.0 * spec.steps)
+        assert f"the next result at about {time.strftime('%H:%M', ends)}" in running(book).text.replace(
+            time.strftime("%Y-%m-%d ", ends), ""
+        )
