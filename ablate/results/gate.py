@@ -41,52 +41,41 @@ class Check:
 
 def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
     """Return the checks of a sweep, by its arms' summaries in the main metric."""
-    found = [
-        _finished(ledger, arms),
-        _finite(ledger, arms),
-        _learned(ledger, arms),
-        _twin(arms),
-        _bad(ledger, arms),
-    ]
-    found += [_in_bf16(ledger, arms), _ended_early(arms), _covered(ledger)]
-    found += [_one_product(ledger), _one_processor(ledger)]
-    found += [*_copied(ledger, arms), *_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
-    found += [*_same_code(ledger), *_elsewhere(ledger, arms), *_single(ledger, arms)]
-    return [check for check in found if check]
+    return [check for each in _CHECKS for check in each(ledger, arms)]
 
 
-def _finished(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check:
-    """Return the number of finished runs, and each arm that has none, and why its first run failed."""
+def _finished(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the number of finished runs, and each arm that has none, and why its first run failed."""
     total = sum(arm.seeds for arm in arms if arm.role != "refused")
     missing = sum(len(arm.missing) for arm in arms)
     early = sum(len(arm.early) for arm in arms)
     if not early and not any(arm.values or arm.diverged for arm in arms):
-        return Check("failed", f"none of {counted(total, 'run')} has finished")
+        yield Check("failed", f"none of {counted(total, 'run')} has finished")
+        return
     text = f"{total - missing - early} of {counted(total, 'run')} finished"
     reasons = {member.name: member.reason for member in reversed(ledger.members()) if member.reason}
     for arm in arms:
         if arm.role != "refused" and arm.missing and len(arm.missing) == arm.seeds and arm.name in reasons:
             text += f"; none of {arm.name} did: {reasons[arm.name].splitlines()[0]}"
-    return Check("warning" if missing or early else "passed", text)
+    yield Check("warning" if missing or early else "passed", text)
 
 
-def _covered(ledger: Ledger) -> Check | None:
-    """Return the warning that a recipe quantises less than half of the model's weights."""
+def _covered(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the warning that a recipe quantises less than half of the model's weights."""
     share = ledger.facts.covered
-    if share is None or share >= _LEAST_COVERED:
-        return None
-    text = f"a recipe quantises {share:.0%} of the model's matrix weights, embeddings not counted"
-    return Check("warning", text)
+    if share is not None and share < _LEAST_COVERED:
+        text = f"a recipe quantises {share:.0%} of the model's matrix weights, embeddings not counted"
+        yield Check("warning", text)
 
 
-def _in_bf16(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
-    """Return the warning that arms which are compared differ in their casts, and in `layers` too."""
+def _in_bf16(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the warning that arms which are compared differ in their casts, and in `layers` too."""
     members = {member.name: member for member in ledger.members()}
     recipes = {name: member.resolved.recipe or {} for name, member in members.items()}
     layers = {name: recipe.get("layers") or {} for name, recipe in recipes.items()}
     asked, listed = ledger.facts.answer, [arm for arm in arms if arm.role == "listed"]
     if ledger.facts.map or ledger.facts.blame or len({*map(str, layers.values())}) < 2:
-        return None  # a map, and a search for a cause, turn the layers themselves
+        return  # a map, and a search for a cause, turn the layers themselves
     gaps = [arm for arm in listed if not (asked and asked.arm) or arm.name == asked.arm]
     pairs = [(arm.name, (asked.against if asked else None) or arm.baseline or "") for arm in gaps]
     if not (asked and asked.arm):
@@ -97,11 +86,10 @@ def _in_bf16(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         casts = [{**recipes.get(name, {}), "layers": None} for name in pair]
         if casts[0] != casts[1] and all(map(_quantises, casts)) and layers[pair[0]] != layers[pair[1]]:
             differing |= {name: _kept(layers[name]) for name in pair}
-    if not differing:
-        return None
-    named = "; ".join(f"{name}: {kept}" for name, kept in [*differing.items()][:_MOST_DIFFERING])
-    text = f"arms differ in casts and in layers left in bf16 ({named}): either may make the difference"
-    return Check("warning", text)
+    if differing:
+        named = "; ".join(f"{name}: {kept}" for name, kept in [*differing.items()][:_MOST_DIFFERING])
+        text = f"arms differ in casts and in layers left in bf16 ({named}): either may make the difference"
+        yield Check("warning", text)
 
 
 def _quantises(recipe: Mapping[str, Any]) -> bool:
@@ -116,14 +104,14 @@ def _kept(layers: Mapping[str, Any]) -> str:
     return ", ".join(key if key == "rules" else f"{key} {value:.3g}" for key, value in fields) or "none"
 
 
-def _late(ledger: Ledger) -> Iterator[Check]:
+def _late(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     """Yield warnings that the question, or a metric with its `min_effect`, was fixed after results."""
     named = {"question": "the question was named", "metrics": "the metric or its min_effect was set"}
     for part, entry in late_changes(ledger):
         yield Check("warning", f"{named[part]} after {entry.finished} of {counted(entry.trials, 'result')}")
 
 
-def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
+def _positions(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     """Yield the positions of a forked design, which no number of seeds changes; 0 is a user's checkpoint."""
     cells = (arm.readings for arm in arms if arm.readings and arm.readings.cells)
     if steps := next((readings.positions for readings in cells), []):
@@ -132,7 +120,7 @@ def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         yield Check("note", f"from the checkpoint{plural} {of} alone")
 
 
-def _same_code(ledger: Ledger) -> Iterator[Check]:
+def _same_code(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     """Yield that trials of earlier code count, since their owner declared an edit to change no number."""
     if taken := sum(count for _, count in ledger.facts.same_code):
         yield Check(
@@ -197,16 +185,16 @@ def _single(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
             yield Check("note", f"{arm.name} beside {arm.baseline}: {found.text}")
 
 
-def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
-    """Return the warning that runs of the user's own code ended before the steps that the file names."""
+def _ended_early(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the warning that runs of the user's own code ended before the steps that the file names."""
     ends = [(last, steps, arm.name) for arm in arms for last, steps in arm.early.values()]
     if not ends:
-        return None
+        return
     last, steps, name = min(ends)
     total = sum(arm.seeds - len(arm.missing) - len(arm.diverged) for arm in arms)
     uneven = [arm.name for arm in arms if arm.uneven]
     words = f"{len(ends)} of {counted(total, 'run')} ended early, {name} at step {last} of {steps}"
-    return Check("warning", words + (f"; no verdict on {', '.join(uneven[:3])}" if uneven else ""))
+    yield Check("warning", words + (f"; no verdict on {', '.join(uneven[:3])}" if uneven else ""))
 
 
 def _copied(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
@@ -231,18 +219,18 @@ def _copied(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
                 yield Check("warning", f"{each.text(noun)}: {why}")
 
 
-def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
-    """Return the check for NaN, divergence and interventions of guards."""
+def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the check for NaN, divergence and interventions of guards."""
     runs = sum(len(arm.diverged) for arm in arms)
     over = runs + sum(len(arm.values) for arm in arms)
     if runs:
         lost = [arm.name for arm in arms if arm.diverged and arm.is_baseline]
         too = f", also of the baseline {', '.join(lost)}" if lost else ""
-        return Check(
+        yield Check(
             "failed" if runs == over else "warning", f"{runs} of {counted(over, 'run')} diverged{too}"
         )
-    if not over:
-        return None
+    if runs or not over:
+        return
     counts = [text for text in ledger.names().values() if parse(text).is_count]
     nans = {trial for text in counts for trial, value in ledger.largest(text).items() if value > 0}
     judged = Judged.of(ledger)
@@ -253,76 +241,55 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
     if affected or acted:
         words = [f"non-finite values in {counted(affected, 'run')}"] if affected else []
         words += [f"a guard acted in {counted(acted, 'run')}"] if acted else []
-        return Check("warning", "; ".join(words))
-    return Check("passed", "no NaN, no divergence")
+        yield Check("warning", "; ".join(words))
+    else:
+        yield Check("passed", "no NaN, no divergence")
 
 
-def _one_product(ledger: Ledger) -> Check | None:
-    """Return the warning that runs of one seed multiplied in different ways, and so compare CPUs too."""
-    bits = ledger.largest(PRODUCT_BITS)
-    mixed = _mixed_seeds(ledger, bits)
-    if not mixed:
-        return None
-    in_fp32 = sum(1 for value in bits.values() if value == 32)
-    return Check(
-        "warning",
-        f"{in_fp32} of {counted(len(bits), 'run')} multiplied in fp32, the others by bf16 instructions: pairs"
-        f" of {'seed' if len(mixed) == 1 else 'seeds'} {', '.join(map(str, mixed))} compare the CPUs too",
-    )
+def _one_machine(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield warnings that runs of one seed multiplied in different ways, or were computed by other processors
+    or versions of torch, and so compare those too."""
+    bits, kinds = ledger.largest(PRODUCT_BITS), ledger.largest(ARITHMETIC)
+    in_fp32 = sum(value == 32 for value in bits.values())
+    how = f"{in_fp32} of {counted(len(bits), 'run')} multiplied in fp32, the others by bf16 instructions"
+    where = f"runs on {len({*kinds.values()})} kinds of processors or versions of torch"
+    for fact, text, too in ((bits, how, "the CPUs"), (kinds, where, "those")):
+        by_seed: dict[int, set[float]] = {}
+        for member in ledger.members():
+            if member.trial in fact:
+                by_seed.setdefault(member.seed, set()).add(fact[member.trial])
+        if mixed := sorted(seed for seed, seen in by_seed.items() if len(seen) > 1):
+            seeds = f"seed{'s' * (len(mixed) > 1)} {', '.join(map(str, mixed))}"
+            yield Check("warning", f"{text}: pairs of {seeds} compare {too} too")
 
 
-def _one_processor(ledger: Ledger) -> Check | None:
-    """Return the warning that runs of one seed were computed by other processors or versions of torch."""
-    kinds = ledger.largest(ARITHMETIC)
-    mixed = _mixed_seeds(ledger, kinds)
-    if not mixed:
-        return None
-    return Check(
-        "warning",
-        f"runs on {len(set(kinds.values()))} kinds of processors or versions of torch: pairs of"
-        f" {'seed' if len(mixed) == 1 else 'seeds'} {', '.join(map(str, mixed))} compare those too",
-    )
-
-
-def _mixed_seeds(ledger: Ledger, values: Mapping[int, float]) -> list[int]:
-    """Return the seeds whose runs differ in a fact of the machine, given by number of the trial."""
-    by_seed: dict[int, set[float]] = {}
-    for member in ledger.members():
-        if member.trial in values:
-            by_seed.setdefault(member.seed, set()).add(values[member.trial])
-    return sorted(seed for seed, seen in by_seed.items() if len(seen) > 1)
-
-
-def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
+def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     measured = [arm for arm in arms if arm.context_free is not None and not math.isnan(arm.loss)]
     unknown = sum(arm.floor_unknown for arm in arms)
     if unknown:
         what = "the loss of a model that ignores its input is in neither the ledger nor a result.json"
-        return Check("warning", f"unknown whether {counted(unknown, 'arm')} learned anything: {what}")
+        yield Check("warning", f"unknown whether {counted(unknown, 'arm')} learned anything: {what}")
+        return
+    first = next((member.resolved for member in ledger.members()), None)
     if not measured:
-        first = next((member.resolved.workload for member in ledger.members()), None)
-        own = first is not None and abilities(first).own_code and Judged.of(ledger) is None
-        return Check("note", _NO_FLOOR) if own else None
+        if first and abilities(first.workload).own_code and Judged.of(ledger) is None:
+            yield Check("note", _NO_FLOOR)
+        return
     best = min(measured, key=lambda arm: arm.loss)
     floor = best.context_free or math.nan
     words = f"loss {best.loss:.3g} ({floor:.3g} for a model that ignores its input)"
-    if nothing_learned(arms):
-        return Check("failed", f"nothing was learned: {words}")
     idle = [arm.name for arm in measured if not arm.learned]
-    if idle:
-        return Check("warning", f"{', '.join(idle[:3])} learned nothing; {best.name} did: {words}")
-    if _began_trained(ledger):
-        return Check("note", f"{words}; it began from trained weights, so this shows no learning")
-    return Check("passed", f"learned: {words}")
+    if nothing_learned(arms):
+        yield Check("failed", f"nothing was learned: {words}")
+    elif idle:
+        yield Check("warning", f"{', '.join(idle[:3])} learned nothing; {best.name} did: {words}")
+    elif first and (abilities(first.workload).pretrained or first.config.get("start")):
+        yield Check("note", f"{words}; it began from trained weights, so this shows no learning")
+    else:
+        yield Check("passed", f"learned: {words}")
 
 
-def _began_trained(ledger: Ledger) -> bool:
-    """Return True if the runs begin from weights that were trained elsewhere."""
-    first = next((member.resolved for member in ledger.members()), None)
-    return first is not None and (abilities(first.workload).pretrained or bool(first.config.get("start")))
-
-
-def _margin(arms: Sequence[ArmSummary]) -> Iterator[Check]:
+def _margin(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     """Yield warnings that the smallest effect that matters is larger than what training gained, or than what
     the recipes do to the loss."""
     margins = [arm.margin for arm in arms if arm.margin is not None and arm.role == "listed"]
@@ -335,37 +302,36 @@ def _margin(arms: Sequence[ArmSummary]) -> Iterator[Check]:
     gaps = [arm.gap for arm in arms if arm.role == "listed" and arm.gap is not None and arm.gap.has_interval]
     most = max((max(abs(gap.low), abs(gap.high)) for gap in gaps), default=math.inf)
     if len(gaps) > 1 and most < margin:
-        yield Check(
-            "warning", f"min_effect {margin:.2g} exceeds what any arm costs against its baseline, {most:.2g}"
-        )
+        text = f"min_effect {margin:.2g} exceeds what any arm costs against its baseline, {most:.2g}"
+        yield Check("warning", text)
 
 
-def _twin(arms: Sequence[ArmSummary]) -> Check | None:
+def _twin(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     twin = next((arm for arm in arms if arm.role == "null" and arm.gap is not None), None)
     if twin is None or twin.verdict.kind == "unjudged":
-        return None
+        return
     if twin.verdict.resolved:
-        return Check(
-            "warning",
-            f"{twin.baseline} against itself is {twin.verdict.kind}: a false alarm, 1 in 20 expected",
-        )
-    return Check("passed", f"{twin.baseline} against itself: no difference")
+        text = f"{twin.baseline} against itself is {twin.verdict.kind}: a false alarm, 1 in 20 expected"
+        yield Check("warning", text)
+    else:
+        yield Check("passed", f"{twin.baseline} against itself: no difference")
 
 
-def _bad(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
-    """Return the check that a design sees what it should see: an arm that it adds, or one of the file."""
+def _bad(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the check that a design sees what it should see: an arm that it adds, or one of the file."""
     design = ledger.facts.design
     named = design.bad if design else None
     bad = next((arm for arm in arms if arm.role == "bad" or (named is not None and arm.name == named)), None)
     if bad is None or bad.gap is None or bad.gap.pairs < 2:
-        return None
-    recipe = bad.name.rpartition(": ")[2]
+        return
+    known = f"{bad.name.rpartition(': ')[2]}, known to be worse"
     if bad.sees:
-        return Check("passed", f"detects {recipe}, known to be worse: {minus(signed(bad.gap.mean, bad.gap))}")
-    return Check("warning", f"does not detect {recipe}, known to be worse: this design cannot tell")
+        yield Check("passed", f"detects {known}: {minus(signed(bad.gap.mean, bad.gap))}")
+    else:
+        yield Check("warning", f"does not detect {known}: this design cannot tell")
 
 
-def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
+def _spread(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     """Yield notes on the baseline's spread over seeds, and on what pairing by seed is worth."""
     by_name = {arm.name: arm for arm in arms}
     baselines = [arm for arm in arms if arm.is_baseline and len(arm.values) > 2]
@@ -377,15 +343,9 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
     yield Check("note", f"{first.name} varies by {spread:.2g} (standard deviation) between seeds{cancelled}")
     worth = []
     for arm in arms:
-        if (
-            arm.gap is None
-            or arm.gap.sides
-            or not arm.gap.informative
-            or arm.role == "null"
-            or arm.baseline not in by_name
-        ):
+        if arm.gap is None or arm.gap.sides or not arm.gap.informative or arm.role == "null":
             continue
-        if arm.view:  # forks share their trunk: unpaired they would be no forks
+        if arm.view or arm.baseline not in by_name:  # forks share their trunk: unpaired they would be none
             continue
         base = by_name[arm.baseline].values
         seeds = common(arm.values, base)
@@ -394,7 +354,13 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
     if worth:
         times = median(worth)
         several = f" (median of {len(worth)} arms)" if len(worth) > 1 else ""
-        gain = (
-            f"without pairing by seed it would take {times:,.{1 if times < 10 else 0}f}× the seeds{several}"
-        )
+        factor = f"{times:,.{1 if times < 10 else 0}f}×"
+        gain = f"without pairing by seed it would take {factor} the seeds{several}"
         yield Check("note", gain if times >= 1.1 else "pairing by seed gains nothing here")
+
+
+_CHECKS = (
+    *(_finished, _finite, _learned, _twin, _bad, _in_bf16, _ended_early, _covered, _one_machine, _copied),
+    *(_spread, _late, _margin, _positions, _same_code, _elsewhere, _single),
+)
+"""Checks in the order in which an answer states them."""
