@@ -13,7 +13,6 @@ from ablate.experiment.schema import Metric
 from ablate.files import Json
 from ablate.results.forked import FIFTH, Readings, Views, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
-from ablate.results.learning_floor import floor
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.run_lengths import Copies, Lengths, lengths, steps_to
 from ablate.results.unpaired import difference_of, unpaired_difference
@@ -28,6 +27,7 @@ from ablate.training.metric_names import (
     reading,
     target_of,
 )
+from ablate.training.workloads import abilities
 
 LOSS = "val/loss"
 _SQNR = "sqnr_db"
@@ -130,7 +130,7 @@ class ArmSummary:
     @property
     def mean(self) -> float:
         """Mean of the metric over the seeds that have it."""
-        return math.fsum(self.values.values()) / len(self.values) if self.values else math.nan
+        return mean_of([*self.values.values()])
 
 
 def interval_of(ledger: Ledger) -> Interval:
@@ -368,28 +368,21 @@ class Gaps:
     otherwise."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """Read nothing yet. If the ledger is written to, the gaps are those of before or after that."""
-        self._ledger = ledger
-
-    @cached_property
-    def _metric(self) -> Metric:
-        return self._ledger.facts.metric
+        """Read no arm yet. If the ledger is written to, the gaps are those of before or after that."""
+        self._ledger, self._metric = ledger, ledger.facts.metric
+        self._judged: dict[tuple[str, int | None], dict[str, Verdict]] = {}
 
     @cached_property
     def _rows(self) -> dict[int, ArmRow]:
         return {row.arm: row for row in compared_rows(self._ledger)}
 
     @cached_property
-    def _roles(self) -> dict[int, Role]:
-        """Roles of the arms that have a baseline, by number."""
-        return {number: row.role for number, row in self._rows.items() if row.baseline is not None}
-
-    @cached_property
     def _families(self) -> dict[str, list[int]]:
-        """Numbers of the arms that are corrected together, by the name of the family."""
+        """Numbers of the arms with a baseline that are corrected together, by the name of the family."""
         families: dict[str, list[int]] = {}
-        for number, role in self._roles.items():
-            families.setdefault(_family(role), []).append(number)
+        for number, row in self._rows.items():
+            if row.baseline is not None:
+                families.setdefault(_family(row.role), []).append(number)
         return families
 
     @cached_property
@@ -417,11 +410,11 @@ class Gaps:
         others = self._ledger.members(baseline)
         if not others or any(member.status not in OVER for member in others):
             return None
-        if self._roles[arm] == "searched":
+        if self._rows[arm].role == "searched":
             summary, verdict = self._of_proposal(arm, members, baseline, others)
         else:
             summary = self._arms[arm]
-            verdict = self._verdicts(_family(self._roles[arm]), arm).get(summary.name)
+            verdict = self._verdicts(_family(self._rows[arm].role), arm).get(summary.name)
         if summary.gap is None:
             return None
         return summary.gap, _qualified(summary, verdict) if verdict else summary.verdict
@@ -438,10 +431,6 @@ class Gaps:
             )
         return self._judged[key]
 
-    @cached_property
-    def _judged(self) -> dict[tuple[str, int | None], dict[str, Verdict]]:
-        return {}
-
     def _of_proposal(
         self, arm: int, members: list[Member], baseline: int, others: list[Member]
     ) -> tuple[ArmSummary, Verdict | None]:
@@ -449,10 +438,8 @@ class Gaps:
         ledger, metric = self._ledger, self._metric
         groups = {arm: members, baseline: others}
         design = ledger.facts.design
-        for (
-            number,
-            row,
-        ) in self._rows.items():  # without its known-bad arm a forked design cannot tell "equivalent"
+        # Without its known-bad arm a forked design cannot tell "equivalent".
+        for number, row in self._rows.items():
             if design and design.bad == row.name and row.baseline is not None:
                 groups |= {each: ledger.members(each) for each in (number, row.baseline)}
         names = [metric.name, LOSS]
@@ -467,7 +454,7 @@ class Gaps:
         pair = [_summary(readings, number, group) for number, group in groups.items()]
         pair = _in_windows(pair, ledger, metric)
         summary, base, *_ = _with_references(pair, ledger, groups, metric)
-        family = self._families[_family(self._roles[arm])]
+        family = self._families[_family(self._rows[arm].role)]
         return summary, _judged([summary], [summary, base], metric, len(family) - 1).get(summary.name)
 
 
@@ -478,12 +465,15 @@ def _with_references(
     training."""
     if not parse(metric.name).of_data:
         return arms
-    recorded = ledger.context_free()
-    found = [floor(group, recorded) for group in members.values()]
-    return [
-        replace(arm, context_free=loss, floor_unknown=unknown)
-        for arm, (loss, unknown) in zip(arms, found, strict=True)
-    ]
+    recorded, found = ledger.context_free(), []
+    for arm, group in zip(arms, members.values(), strict=True):
+        first = next((member for member in group if member.status == "done"), None)
+        if first and first.trial in recorded:
+            arm = replace(arm, context_free=recorded[first.trial])
+        elif first:
+            arm = replace(arm, floor_unknown=abilities(first.resolved.workload).context_free)
+        found.append(arm)
+    return found
 
 
 def _values(
@@ -522,7 +512,10 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
     compared = values if reference is None else readings.values[reference]
     gap = readings.gap(number)
     done = [member.trial for member in members if member.status == "done"]
-    diverged, pruned = _seeds(members, "diverged"), _seeds(members, "pruned")
+    diverged, pruned = (
+        tuple(member.seed for member in members if member.status == status)
+        for status in ("diverged", "pruned")
+    )
     unjudged: Reason = "refused" if arm.role == "refused" else "pruned" if pruned else "baseline"
     lost = bool(diverged) and gap is not None
     return ArmSummary(
@@ -561,10 +554,6 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
         ),
         loss=mean_of([loss for trial in done if math.isfinite(loss := lasts[trial].get(LOSS, math.nan))]),
     )
-
-
-def _seeds(members: list[Member], status: str) -> tuple[int, ...]:
-    return tuple(member.seed for member in members if member.status == status)
 
 
 def _rate(rates: list[float]) -> float:
