@@ -163,7 +163,7 @@ def _print_tables(
     if expected := expected_width(experiment, settings.state):  # of a calibration, beside the one that came
         gaps = [arm.gap for arm in arms if arm.gap and arm.gap.has_interval and arm.role != "null"]
         if gaps:
-            came = median(gap.high - gap.mean for gap in gaps)
+            came = median(gap.half for gap in gaps)
             screen.print(Text(f"Half-width: {came:.2g} came (median of the arms), expected was {expected}."))
     if text := how_to_read(experiment, arms, valid):
         screen.print(text)

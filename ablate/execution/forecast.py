@@ -149,7 +149,7 @@ def _add_ledger(
     recorded.grouped = sum(row.role in GROUPS and store.finished(row.id) for row in rows)
     if not experiment.keys.search:
         return
-    recorded.proposed = ledger.proposed()
+    recorded.proposed = len(ledger.points())
     wanted = {"engine": experiment.engine, "device": device}.items()
     named = {arm.name for arm in experiment.arms}
     for arm in ledger.arms():

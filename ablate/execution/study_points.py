@@ -14,7 +14,7 @@ from typing import Any
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
-from ablate.experiment.schema import Constraint, Design, Metric, Search
+from ablate.experiment.schema import Constraint, Metric, Search
 from ablate.experiment.search_space import Dimension
 from ablate.files import Json
 from ablate.store.checked_ledger import open_checked
@@ -221,7 +221,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
         )
     with closing(open_checked(sweeps[name])) as book:
         here, there = experiment.keys.design, book.facts.design
-        if _windows(here) != _windows(there):
+        if (here and here.shape) != (there and there.shape):
             kinds = [f"forks ({one.trunk})" if one else "full runs" for one in (there, here)]
             raise InputError(
                 f"{experiment.file}: search.warm: {name!r} is of {kinds[0]} and this search of {kinds[1]}"
@@ -236,11 +236,6 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[dict[str, Any]
                     of = {"name": f"{name}/{arm.name}", "knobs": json.loads(arm.knobs)}
                     arms.append(of | {"values": one.values, "violations": one.violations})
         return arms
-
-
-def _windows(design: Design | None) -> Design | None:
-    """Return a design without its known-bad arm, which changes no value of another."""
-    return design and design.model_copy(update={"bad": None})
 
 
 def inside(knobs: Mapping[str, Json], space: Mapping[str, Dimension]) -> dict[str, Json] | None:

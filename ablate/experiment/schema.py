@@ -238,6 +238,11 @@ class Design(Spec):
     anneal: bool = True
     """The learning rate falls linearly to zero within a window; false: it stays the trunk's own."""
 
+    @property
+    def shape(self) -> "Design":
+        """The design without its known-bad arm, which changes no value of another."""
+        return self.model_copy(update={"bad": None})
+
     @model_validator(mode="after")
     def _known(self) -> "Design":
         if self.trunk != START and self.trunk not in PRESETS:

@@ -53,11 +53,11 @@ def reach(those: Iterable[tuple[Difference, float | None]], farthest: float = 2.
     """Return the bounds of an axis for differences: zero, means, intervals and margins. The widest intervals
     are not shown to their ends, and a margin is left out if it is `farthest` times as wide as those."""
     known = [(one, margin) for one, margin in those if one.pairs]
-    halves = sorted(one.high - one.mean for one, _ in known if one.has_interval)
+    halves = sorted(one.half for one, _ in known if one.has_interval)
     most = _WIDEST * halves[len(halves) // 2] if halves else math.inf
     ends = [0.0]
     for one, margin in known:
-        half = min(one.high - one.mean, most) if one.has_interval else 0.0
+        half = min(one.half, most) if one.has_interval else 0.0
         ends += [one.mean - half, one.mean + half]
         ends += [-margin, margin] if margin and margin < farthest * most else []
     pad = 0.06 * (max(ends) - min(ends)) or 1.0

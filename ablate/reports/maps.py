@@ -7,15 +7,15 @@ cause has units down, rounds across, and the evidence on each unit, beside the p
 import math
 from collections.abc import Iterator
 
-from ablate.experiment.schema import Metric
+from ablate.reports.answer_measurements import Measurements
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import VERDICT, Cell, DrawnTable, Table, tinted_map
-from ablate.results.blame import amount, names_of, replayed
+from ablate.results.blame import amount, names_of
 from ablate.results.comparisons import Comparisons
 from ablate.results.number_text import bounds, interval, minus
 from ablate.results.paired_stats import Difference
-from ablate.results.sensitivity import AGREEMENT, MappedCell, Sensitivity
+from ablate.results.sensitivity import AGREEMENT, MappedCell, Sensitivity, sensitivity
 from ablate.results.verdict_text import verdict_text
 
 _ALL = "all"
@@ -31,12 +31,12 @@ def _drawn(title: str, drawing: str, note: str, table: Table) -> DrawnTable:
     )
 
 
-def map_parts(found: Sensitivity | None, metric: Metric, unit: str, coloured: bool) -> list[Part]:
+def map_parts(sweep: Measurements) -> list[Part]:
     """Return the picture of a map, and sentences on what it does and does not show; empty without a map.
-    `unit`: the metric's, empty if it has no name; `coloured`: False if a check failed, so that nothing may be
-    tinted."""
-    if found is None:
+    Nothing is tinted if a check failed, or while the sweep runs."""
+    if (found := sensitivity(sweep)) is None:
         return []
+    metric, unit, coloured = sweep.metric, sweep.unit, sweep.answer.valid and not sweep.running
     at = {(cell.group, cell.part): cell for cell in found.cells}
     most = max((abs(each.shrunk) for each in found.cells if each.ranked), default=0.0) if coloured else 0.0
 
@@ -148,16 +148,17 @@ def _sentences(found: Sensitivity, unit: str) -> Iterator[str]:
 
 def search_parts(sweep: Comparisons) -> list[Part]:
     """Return the picture of a search that has ended a round; empty before, and for another experiment."""
-    search = replayed(sweep.ledger) if sweep.ledger.facts.blame else None
-    if not (search and search.rounds):
+    if not ((search := sweep.search) and search.rounds):
         return []
     units, proofs = list(enumerate(names_of(sweep.ledger).units)), search.proofs or {}
     alone = {place: amount(search, proofs[place], sweep.unit) for place, _ in units if place in proofs}
     drawn = {
         name: [_evidence(each.estimates[place], place in each.candidates) for each in search.rounds]
-        + ([_proof(alone.get(place, ""), place in search.culprits)] if proofs else [])
         for place, name in units
     }
+    for place, name in units if proofs else ():
+        text = html_text(alone.get(place, ""))
+        drawn[name].append(f"<td>{f'<b>{text}</b>' if place in search.culprits else text}</td>")
     rounds = {f"round {number}": each.estimates for number, each in enumerate(search.rounds, 1)}
     rows: list[dict[str, Cell]] = [
         {
@@ -181,7 +182,3 @@ def _evidence(value: float, candidate: bool) -> str:
     share, text = 100 * min(1.0, max(0.0, value) / _STRONG), minus(f"{value:+.1f}")
     text = f"<b>{text}</b>" if candidate else text
     return f'<td class="number less" style="--share:{share:.0f}%">{text}</td>'
-
-
-def _proof(alone: str, culprit: bool) -> str:
-    return f"<td><b>{html_text(alone)}</b></td>" if culprit else f"<td>{html_text(alone)}</td>"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ablate.experiment.schema import START, Metric
+from ablate.experiment.schema import Metric
 from ablate.files import Json
 from ablate.results.attribution import Effect
 from ablate.results.number_text import counted, minus, percent, signed
@@ -83,16 +83,6 @@ class Compared:
     """Name of what it is compared with, if a family has several."""
 
 
-def scope_of(steps: Sequence[int], windows: Sequence[int], positions: int, trunk: str) -> str:
-    """Return the stretch of training that a sweep's comparisons are about; `windows`: their lengths in steps,
-    empty for full runs; `trunk`: recipe that trained up to there, or `start`."""
-    if windows:
-        past = "the starting weights" if trunk == START else f"a {trunk} checkpoint"
-        past = past if positions < 2 or trunk == START else f"{trunk} checkpoints"
-        return f"over {counted(max(windows), 'step')} from {past}"
-    return f"after {counted(steps[0], 'step')}" if len(set(steps)) == 1 and steps[0] else ""
-
-
 def lead_of(verdicts: Sequence[Verdict], setting: Setting) -> str:
     """Return the first words on some comparisons."""
     if len({(verdict.kind, verdict.reason) for verdict in verdicts}) == 1:
@@ -142,18 +132,15 @@ def of_effect(
     held = " and ".join(_held(knob, value) for knob, value in compared.given.items())
     before = ", ".join(filter(None, (f"with {held}" if held else "", _AVERAGED if averaged else "")))
     turned, lead = turned_text(compared, levels), lead_of([verdict], setting)
-    opening = f"{before[0].upper()}{before[1:]}, {turned}" if before else capitalised(turned)
+    opening = f"{before}, {turned}" if before else turned
+    if before or turned in _SWITCHES.values():  # names of knobs and arms stay as they are
+        opening = opening[0].upper() + opening[1:]
     text = f"{opening} {_change(compared.effect, verdict, setting)}"
     for brief in (False, True):
         left = _left_open(compared.effect, verdict, compared.margin, setting, brief)
         if _length(f"{lead} {text}{left}") <= MOST_WORDS:
             break
     return lead, f"{text}{left}."
-
-
-def capitalised(turned: str) -> str:
-    """Return what is turned as the first words of a sentence: names of knobs and arms stay as they are."""
-    return turned[0].upper() + turned[1:] if turned in _SWITCHES.values() else turned
 
 
 def _held(knob: str, value: Json) -> str:
@@ -285,7 +272,10 @@ def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterato
     if group := by_kind.get("undecided", []):
         bounded = [each for each in group if each.difference.has_interval]
         if len(group) == len(family) and bounded:
-            yield f"nothing is decided; changes {_span(bounded, setting)} are possible"
+            least = min((each.difference for each in bounded), key=lambda one: one.low)
+            most = max((each.difference for each in bounded), key=lambda one: one.high)
+            span = setting.amount(least.low, least, True, False), setting.amount(most.high, most, True, True)
+            yield f"nothing is decided; changes from {' to '.join(span)} are possible"
         else:
             yield f"{_named(group, named if len(group) == 1 else 0, 'is')} undecided"
     reasons: dict[str, list[Compared]] = {}
@@ -293,15 +283,6 @@ def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterato
         reasons.setdefault(_why(each.verdict) if named > 0 else "no verdict", []).append(each)
     for why, group in reasons.items():
         yield f"{_named(group, named, '' if why.startswith('diverged') else 'has')} {why}"
-
-
-def _span(family: Sequence[Compared], setting: Setting) -> str:
-    """Return the numbers that the intervals of some comparisons reach from and to."""
-    least = min(family, key=lambda each: each.difference.low)
-    most = max(family, key=lambda each: each.difference.high)
-    low = setting.amount(least.difference.low, least.difference, True, False)
-    high = setting.amount(most.difference.high, most.difference, True, True)
-    return f"from {low} to {high}"
 
 
 def _why(verdict: Verdict) -> str:

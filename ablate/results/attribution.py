@@ -124,14 +124,13 @@ def main_effects(grid: Grid) -> list[Effect]:
 def held_effects(grid: Grid, knob: str, given: Mapping[str, Json]) -> list[Effect]:
     """Return the effect of each level of one knob against its reference, with other knobs held at the values
     of `given`, and averaged over the rest."""
-    names = list(grid.levels)
-    held = {name: _level(grid, name, value) for name, value in given.items() if name in names}
-    levels, position, effects = grid.levels.get(knob, ()), names.index(knob) if knob in names else 0, []
-    for level in range(1, len(levels)):
+    texts = {name: [json.dumps(level) for level in levels] for name, levels in grid.levels.items()}
+    held = {name: texts[name].index(json.dumps(value)) for name, value in given.items() if name in texts}
+    shown, effects = _named(grid) or grid.levels.get(knob, ()), []
+    for level in range(1, len(grid.levels.get(knob, ()))):
         cells = grid.cells(**held, **{knob: level})
         effect = _difference(grid, cells, grid.cells(**held, **{knob: 0}))
-        effect = _of_runs(grid, effect, _unchanged(grid, cells, position))
-        shown = _named(grid) or levels
+        effect = _of_runs(grid, effect, _unchanged(grid, cells, [*texts].index(knob)))
         change = _change(shown, level)
         effects.append(Effect((knob,), change, effect, grid.margin, given, shown_value(shown[level])))
     return effects
@@ -145,11 +144,6 @@ def _named(grid: Grid) -> list[Json]:
     (knob,) = grid.levels
     names = {json.dumps(arm.knobs[knob]): arm.name for arm in grid.arms}
     return [names[json.dumps(level)] for level in levels]
-
-
-def _level(grid: Grid, knob: str, value: Json) -> int:
-    """Return the index of a knob's value among its levels: true is not 1."""
-    return [json.dumps(level) for level in grid.levels[knob]].index(json.dumps(value))
 
 
 def _unchanged(grid: Grid, cells: Sequence[Cell], position: int) -> bool:
@@ -204,21 +198,16 @@ def shares(grid: Grid) -> list[Share]:
     """Return leave-one-out differences and Shapley shares of a grid's components, one for each knob. A
     component is present at true, or at the level that the file lists second. Empty unless there are 2 to 8
     knobs, each with two levels."""
-    if (
-        any(len(levels) != 2 for levels in grid.levels.values())
-        or not 1 < len(grid.levels) <= _MOST_COMPONENTS
-    ):
+    switches = all(len(levels) == 2 for levels in grid.levels.values())
+    if not switches or not 1 < len(grid.levels) <= _MOST_COMPONENTS:
         return []
     whole = (1,) * len(grid.levels)
     contributions = []
     for position, (knob, levels) in enumerate(grid.levels.items()):
         shapley = dict.fromkeys(grid.mean([whole]), 0.0)
         for cell in (cell for cell in grid.values if not cell[position]):
-            weight = (
-                math.factorial(sum(cell))
-                * math.factorial(len(cell) - sum(cell) - 1)
-                / math.factorial(len(cell))
-            )
+            orders = math.factorial(sum(cell)) * math.factorial(len(cell) - sum(cell) - 1)
+            weight = orders / math.factorial(len(cell))
             for seed, value in grid.values[_with(cell, position, 1)].items():
                 shapley[seed] += weight * (value - grid.values[cell][seed])
         left_out = _difference(grid, [whole], [_with(whole, position, 0)])
@@ -267,8 +256,7 @@ def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> flo
     tokens = min(max(arm), max(baseline))
     ends = arm[max(arm)], baseline[max(baseline)]
     if ends[0] >= ends[1]:
-        reached = _reaches(baseline, ends[0])
-        return tokens / reached - 1
+        return tokens / _reaches(baseline, ends[0]) - 1
     return _reaches(arm, ends[1]) / tokens - 1
 
 

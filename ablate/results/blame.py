@@ -440,10 +440,8 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
     """Return lead and text of the answer. `unit`: unit of the metric; empty if it has no name."""
     total = counted(len(names.units), "unit")
     if search.gap is None or search.stage != "over":
-        return (
-            "Not answered yet:",
-            f"the search has requested {search.runs} runs; it is at its {search.stage}.",
-        )
+        text = f"the search has requested {search.runs} runs; it is at its {search.stage}."
+        return "Not answered yet:", text
     gap = f"{names.whole} against {names.baseline}: {amount(search, search.gap, unit)}"
     spent = f"{search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
     pair = " and ".join(names.units[each] for each in sorted(search.together[0])) if search.together else ""
@@ -452,19 +450,18 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
     )
     if not search.candidates:
         return "No gap.", f"{gap}, so there is nothing to blame. {spent}"
+    proofs = search.proofs or {}
     if not search.culprits:
-        return "No culprit found.", (
-            f"{gap}. No one of {total} is proved to cause it"
-            f"{_proofs(search, names, unit)}. {joint}{_findable(search, unit)} {spent}"
+        each = "; ".join(f"{names.units[one]} {amount(search, proofs[one], unit)}" for one in proofs)
+        tried = f" (tried alone: {each})" if proofs else ""
+        text = (
+            f"{gap}. No one of {total} is proved to cause it{tried}. {joint}{_findable(search, unit)} {spent}"
         )
-    found = "; ".join(
-        f"{names.units[each]}: {amount(search, search.proofs[each], unit)}"
-        for each in search.culprits
-        if search.proofs
-    )
+        return "No culprit found.", text
+    found = "; ".join(f"{names.units[one]}: {amount(search, proofs[one], unit)}" for one in search.culprits)
     share = ""
-    if search.proofs and not search.diverges and search.gap.mean > 0:
-        part = math.fsum(search.proofs[each].mean for each in search.culprits) / search.gap.mean
+    if not search.diverges and search.gap.mean > 0:
+        part = math.fsum(proofs[one].mean for one in search.culprits) / search.gap.mean
         share = f", {part:.0%} of the gap".replace("%", " %")
     lead = "Culprit:" if len(search.culprits) == 1 else "Culprits:"
     more = _rest(search, names, unit) + joint + _findable(search, unit)
@@ -483,21 +480,13 @@ def amount(search: Search, effect: Effect, unit: str) -> str:
     return f"{around(effect.mean, effect.high - effect.mean)} {unit} ({level})".replace("  ", " ") + lost
 
 
-def _proofs(search: Search, names: BlameNames, unit: str) -> str:
-    tried = [
-        f"{names.units[each]} {amount(search, effect, unit)}"
-        for each, effect in (search.proofs or {}).items()
-    ]
-    return f" (tried alone: {'; '.join(tried)})" if tried else ""
-
-
 def _rest(search: Search, names: BlameNames, unit: str) -> str:
     if search.rest is None:
         return ""
-    left = amount(search, search.rest, unit)
-    if search.exceeds(search.rest) or search.rest.diverged:
-        return f"Without {'it' if len(search.culprits) == 1 else 'them'} a gap is left: {left}. "
-    return f"Without {'it' if len(search.culprits) == 1 else 'them'}, no gap is resolved: {left}. "
+    without = f"Without {'it' if len(search.culprits) == 1 else 'them'}"
+    remains = search.exceeds(search.rest) or search.rest.diverged
+    left = " a gap is left" if remains else ", no gap is resolved"
+    return f"{without}{left}: {amount(search, search.rest, unit)}. "
 
 
 def _findable(search: Search, unit: str) -> str:

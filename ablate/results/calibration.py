@@ -129,15 +129,12 @@ def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
 
 def planned(experiment: Experiment, state: Path) -> Candidate | None:
     """Return what the calibration found of the design that an experiment has; None if it does not know it."""
-
-    def shape(design: Design | None) -> object:
-        return design and design.model_copy(update={"bad": None})
-
+    wanted = experiment.keys.design and experiment.keys.design.shape
     try:
         candidates = candidates_of(experiment, state)
     except ValueError:  # it is not finished
         return None
-    return next((one for one in candidates if shape(one.design) == shape(experiment.keys.design)), None)
+    return next((one for one in candidates if (one.design and one.design.shape) == wanted), None)
 
 
 def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -> Candidate:

@@ -11,7 +11,7 @@ from typing import Any
 from ablate.experiment.arms import label
 from ablate.experiment.schema import Asked, Metric
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
-from ablate.results.blame import names_of, replayed
+from ablate.results.blame import Search, names_of, replayed
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import sharpened, views
 from ablate.results.log_ratios import Change, changes
@@ -40,32 +40,31 @@ class Comparisons:
         """Every arm, by the main metric. One that the file asks for has the verdict of its own family, as it
         has wherever it is stated; so has the culprit of a search for a cause, which proves it at an error
         rate of its own."""
-        if self.ledger.facts.blame:
+        own: dict[str, Verdict] = {}
+        if self.search:
             proved: dict[str, Any] = {"kind": "worse", "reason": None, "alone": None, "planned": None}
-            return [
-                replace(arm, verdict=replace(arm.verdict, **proved)) if arm.name in self._culprits else arm
-                for arm in self._arms
-            ]
-        if self.relative:
-            verdicts = {change.arm: change.verdict for change in self.relative_changes[0]}
-            return [replace(arm, verdict=verdicts.get(arm.name, arm.verdict)) for arm in self._arms]
-        asked = self.asked
-        if asked is None or asked.arm is None or not self.asked_effects:
-            return self._arms
-        ((_, own),) = self.asked_effects
-        family = {name: getattr(own, name) for name in _OF_FAMILY}
-        return [
-            replace(arm, verdict=replace(arm.verdict, **family))
-            if arm.name == asked.arm and asked.against in (None, arm.baseline)
-            else arm
-            for arm in self._arms
-        ]
+            own = {
+                arm.name: replace(arm.verdict, **proved) for arm in self._arms if arm.name in self.culprits
+            }
+        elif self.relative:
+            own = {change.arm: change.verdict for change in self.relative_changes[0]}
+        elif (asked := self.asked) and asked.arm is not None and self.asked_effects:
+            ((_, stated),) = self.asked_effects
+            family = {name: getattr(stated, name) for name in _OF_FAMILY}
+            arm = next(arm for arm in self._arms if arm.name == asked.arm)
+            own = {arm.name: replace(arm.verdict, **family)} if asked.against in (None, arm.baseline) else {}
+        return [replace(arm, verdict=own.get(arm.name, arm.verdict)) for arm in self._arms]
 
     @cached_property
-    def _culprits(self) -> set[str]:
+    def search(self) -> Search | None:
+        """State of the search for a cause; None for another experiment."""
+        return replayed(self.ledger) if self.ledger.facts.blame else None
+
+    @cached_property
+    def culprits(self) -> set[str]:
         """Names of the arms of the units that a search for a cause has proved."""
-        names = names_of(self.ledger)
-        return {names.arm("proof", frozenset([unit])) for unit in replayed(self.ledger).culprits}
+        proved = self.search.culprits if self.search else ()
+        return {names_of(self.ledger).arm("proof", frozenset([unit])) for unit in proved}
 
     @cached_property
     def _arms(self) -> list[ArmSummary]:
@@ -140,11 +139,6 @@ class Comparisons:
         """Knobs of the grid that belong to a recipe: neither presets nor knobs of the workload."""
         names = list(self.grid.levels) if self.grid else []
         return [name for name in names if not name.startswith("workload.") and name != "recipe"]
-
-    @property
-    def averaged(self) -> bool:
-        """True if a main effect is a mean over other knobs, of the recipe or of the workload."""
-        return self.grid is not None and len(self.grid.levels) > 1
 
     @cached_property
     def main_effects(self) -> list[tuple[Effect, Verdict]]:

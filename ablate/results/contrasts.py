@@ -44,25 +44,19 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
         return []
     pairs.sort()
     switches = {knob for knob in {knob for knob, _, _ in pairs} if is_switch(arms, knob)}
-    unjudged = [_contrast(arms[first], arms[second], knob, knob in switches) for knob, first, second in pairs]
 
-    def effects(those: list[ArmSummary]) -> list[Difference]:
-        return [_contrast(those[a], those[b], knob, knob in switches).effect for knob, a, b in pairs]
+    def made(those: list[ArmSummary]) -> list[Contrast]:
+        return [_contrast(those[a], those[b], knob, knob in switches) for knob, a, b in pairs]
 
-    seen = views(arms, effects, len(pairs))
+    seen = views(arms, lambda those: [one.effect for one in made(those)], len(pairs))
     unjudged = [
-        replace(contrast, effect=sharpened(contrast.effect, view))
-        for contrast, view in zip(unjudged, seen, strict=True)
+        replace(one, effect=sharpened(one.effect, view), view=view)
+        for one, view in zip(made(arms), seen, strict=True)
     ]
-    compared = [
-        (contrast.effect, contrast.margin, (arms[first], arms[second]))
-        for contrast, (_, first, second) in zip(unjudged, pairs, strict=True)
-    ]
+    sides = [(arms[first], arms[second]) for _, first, second in pairs]
+    compared = [(one.effect, one.margin, both) for one, both in zip(unjudged, sides, strict=True)]
     verdicts = judge_learned(compared, metric, seen=seen)
-    return [
-        replace(contrast, verdict=verdict, view=view)
-        for contrast, verdict, view in zip(unjudged, verdicts, seen, strict=True)
-    ]
+    return [replace(one, verdict=verdict) for one, verdict in zip(unjudged, verdicts, strict=True)]
 
 
 def pairs_of(arms: list[ArmSummary], asked: str | None = None) -> Iterator[tuple[str, int, int]]:

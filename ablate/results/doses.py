@@ -100,6 +100,10 @@ class Doses:
 
 def doses(sweep: Comparisons) -> list[Doses]:
     """Return the values of each ordered knob of a sweep's grid: of knobs with three numbers or more."""
+
+    def place(dose: Dose) -> float:
+        return -math.inf if dose.value is None else dose.value
+
     if sweep.grid is None:
         return []
     found = []
@@ -117,12 +121,8 @@ def doses(sweep: Comparisons) -> list[Doses]:
             )
         ]
         first = judged[0][0]
-        found.append(Doses(knob, first.given, first.margin, sorted(values, key=_order)))
+        found.append(Doses(knob, first.given, first.margin, sorted(values, key=place)))
     return found
-
-
-def _order(dose: Dose) -> float:
-    return -math.inf if dose.value is None else dose.value
 
 
 def _judged(sweep: Comparisons, knob: str) -> Sequence[tuple[Effect, Verdict]]:

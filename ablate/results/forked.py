@@ -28,7 +28,7 @@ from scipy import special
 
 from ablate.experiment.schema import START, Design
 from ablate.results.intervals import ALPHA
-from ablate.results.paired_stats import Difference, Verdict, p_value, paired_difference
+from ablate.results.paired_stats import Difference, Reason, Verdict, p_value, paired_difference
 from ablate.training.metric_names import DAMAGE, cell_of, part_of
 
 FEWEST_PARTS = 8
@@ -250,17 +250,16 @@ def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
     design resolves its known-bad arm."""
     if view is None or verdict.kind == "same" or verdict.reason:
         return verdict
+    reason: Reason | None = None
     if any(not one.pairs for one in (*view.horizons.values(), *view.positions.values())):
-        return replace(verdict, kind="unjudged", reason="windows", planned=None)
-    if _opposed(view.positions):
-        return replace(verdict, kind="unjudged", reason="position", planned=None)
-    if verdict.resolved and not _stands(view.positions):
-        return replace(verdict, kind="unjudged", reason="position", planned=None)
-    if _opposed(view.horizons) or (verdict.resolved and _grows(view)):
-        return replace(verdict, kind="unjudged", reason="horizon", planned=None)
-    if verdict.kind == "equivalent" and not sees:
-        return replace(verdict, kind="unjudged", reason="blind", planned=None)
-    return verdict
+        reason = "windows"
+    elif _opposed(view.positions) or (verdict.resolved and not _stands(view.positions)):
+        reason = "position"
+    elif _opposed(view.horizons) or (verdict.resolved and _grows(view)):
+        reason = "horizon"
+    elif verdict.kind == "equivalent" and not sees:
+        reason = "blind"
+    return replace(verdict, kind="unjudged", reason=reason, planned=None) if reason else verdict
 
 
 def _opposed(differences: Mapping[int, Difference]) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from ablate.experiment.roles import CONFIRM
+from ablate.experiment.schema import START
 from ablate.files import Json
 from ablate.results import answer_sentences
 from ablate.results.answer_sentences import NO_ANSWER, Compared, Setting
 from ablate.results.attribution import Effect, shown_value
-from ablate.results.blame import names_of, replayed, sentences
+from ablate.results.blame import names_of, sentences
 from ablate.results.comparisons import Comparisons
 from ablate.results.decomposition import routed
 from ablate.results.forked import difference_word
@@ -118,11 +119,9 @@ def _by_routes(sweep: Comparisons) -> str:
 
 def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     """Return lead, text and verdicts of the comparisons that the question is about."""
-    if sweep.ledger.facts.blame:
-        search, names = replayed(sweep.ledger), names_of(sweep.ledger)
-        proved = {names.arm("proof", frozenset([unit])) for unit in search.culprits}
-        verdicts = [arm.verdict for arm in sweep.arms if arm.name in proved]
-        return *sentences(search, names, sweep.unit), verdicts
+    if sweep.search:
+        verdicts = [arm.verdict for arm in sweep.arms if arm.name in sweep.culprits]
+        return *sentences(sweep.search, names_of(sweep.ledger), sweep.unit), verdicts
     arms = sweep.grid.arms if sweep.grid and sweep.turned_knobs else sweep.arms
     if nothing_learned(arms):
         everywhere = nothing_learned(sweep.arms)
@@ -216,17 +215,24 @@ def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Ve
         for change in sweep.relative_changes[0]
         if asked in (None, change.arm) and change.log_ratio.pairs > 1
     ]
+    tail = _by_another_metric(sweep) if len(family) > 1 else ""
     if not family:
         return None
+    lead, text, verdicts = _of_family(sweep, family, setting, tail)
+    return "It depends on the metric." if tail else lead, text, verdicts
+
+
+def _of_family(
+    sweep: Comparisons, family: Sequence[Compared], setting: Setting, tail: str = ""
+) -> tuple[str, str, list[Verdict]]:
+    """Return lead, text and verdicts of arms against their baselines."""
     verdicts = [each.verdict for each in family]
     if len(family) == 1:
         (one,) = family
         effect = Effect((), f"{one.name} instead of {one.baseline}", one.difference, one.margin)
         return *answer_sentences.of_effect(effect, one.verdict, setting), verdicts
     against = _baseline_text(sweep, {each.baseline for each in family}, setting)
-    tail = _by_another_metric(sweep)
-    lead, text = answer_sentences.of_family(family, setting, against, tail)
-    return "It depends on the metric." if tail else lead, text, verdicts
+    return *answer_sentences.of_family(family, setting, against, tail), verdicts
 
 
 def _by_another_metric(sweep: Comparisons) -> str:
@@ -246,26 +252,18 @@ def _by_another_metric(sweep: Comparisons) -> str:
 def _of_arms(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]]:
     """Return lead, text and verdicts of every arm with its baseline, except those that a design or a search
     adds."""
-    arms = [
-        (arm, arm.gap)
+    family = [
+        Compared(arm.name, arm.gap, arm.verdict, arm.margin, arm.baseline or "")
         for arm in sweep.arms
         if arm.gap is not None and arm.gap.pairs > 1 and arm.role not in ("searched", "null", "bad")
     ]
-    if not arms:
-        return *_no_comparison(sweep, setting), []
-    if len(arms) == 1:
-        ((arm, gap),) = arms
-        single = Effect((), f"{arm.name} instead of {arm.baseline}", gap, arm.margin)
-        return *answer_sentences.of_effect(single, arm.verdict, setting), [arm.verdict]
-    family = [Compared(arm.name, gap, arm.verdict, arm.margin) for arm, gap in arms]
-    against = _baseline_text(sweep, {arm.baseline for arm, _ in arms}, setting)
-    return *answer_sentences.of_family(family, setting, against), [arm.verdict for arm, _ in arms]
+    return _of_family(sweep, family, setting) if family else (*_no_comparison(sweep, setting), [])
 
 
-def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting) -> str:
+def _baseline_text(sweep: Comparisons, names: Set[str], setting: Setting) -> str:
     """Return what a family is compared with: `Against bf16`, `Against rht false`."""
     if len(names) == 1:
-        return f"Against {min(map(str, names))}"
+        return f"Against {min(names)}"
     same = "" if setting.relative else " with the same workload"
     knobs = [arm.knobs for arm in sweep.arms if arm.name in names]
     shared = [
@@ -273,7 +271,7 @@ def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting)
         for knob, value in knobs[0].items()
         if all(each.get(knob, ...) == value for each in knobs)
     ]
-    first = {str(name).split()[0] for name in names}
+    first = {name.split()[0] for name in names}
     common = " and ".join(shared) or (min(first) if len(first) == 1 else "the baseline")
     return f"Against {common}{same}"
 
@@ -282,13 +280,14 @@ def _setting(sweep: Comparisons) -> Setting:
     specs = [member.resolved for member in sweep.ledger.members()]
     design = sweep.ledger.facts.design
     readings = next((arm.readings for arm in sweep.arms if arm.readings and arm.readings.cells), None)
-    steps = [spec.config["steps"] for spec in specs if "steps" in spec.config]
-    scope = answer_sentences.scope_of(
-        steps,
-        readings.windows if readings else (),
-        len(readings.positions) if readings else 0,
-        design.trunk if design else "",
-    )
+    steps = {spec.config["steps"] for spec in specs if "steps" in spec.config}
+    scope = f"after {counted(max(steps), 'step')}" if len(steps) == 1 and any(steps) else ""
+    if readings and design:
+        past = (
+            f"{design.trunk} checkpoints" if len(readings.positions) > 1 else f"a {design.trunk} checkpoint"
+        )
+        past = "the starting weights" if design.trunk == START else past
+        scope = f"over {counted(readings.windows[-1], 'step')} from {past}"
     bad = (design.bad or "").rpartition(": ")[2] if design and sweep.metric.min_effect is None else ""
     return Setting(sweep.metric, sweep.unit, scope, bad)
 
@@ -339,13 +338,8 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str]:
 def _command(ledger: Ledger, settling: Settling | None) -> str:
     """Return the command that adds the seeds, for a file with a number of seeds: they count from 0."""
     file, seeds = ledger.facts.file, {member.seed for member in ledger.members()}
-    if (
-        seeds != set(range(len(seeds)))
-        or not file
-        or settling is None
-        or not settling.runs
-        or ledger.facts.interval != "t"
-    ):
+    counts = seeds == {*range(len(seeds))} and ledger.facts.interval == "t"
+    if not (counts and file and settling and settling.runs):
         return ""
     return f"ablate sweep {shlex.quote(file)} --seeds {settling.seeds}"
 

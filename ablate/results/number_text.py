@@ -53,11 +53,9 @@ def interval(difference: Difference) -> str:
     rounds to zero has no minus sign."""
     if not difference.pairs:
         return "-"
-    half = difference.high - difference.mean if difference.has_interval else 0.0
-    decimals = _decimals(difference)
-    bound = (
-        f" ±{half:.{decimals}f}" if difference.has_interval else " ±∞" if math.isinf(difference.low) else ""
-    )
+    decimals, bound = _decimals(difference), " ±∞" if math.isinf(difference.low) else ""
+    if difference.has_interval:
+        bound = f" ±{difference.half:.{decimals}f}"
     return f"{difference.mean:+z.{decimals}f}{bound}"
 
 
@@ -86,8 +84,8 @@ def minus(text: str) -> str:
 def percent(value: float, difference: Difference) -> str:
     """Return a share in percent with its sign, to the second digit of the difference's interval, with one
     decimal at most."""
-    half = difference.high - difference.mean if difference.has_interval else 0.0
-    places = max(0, min(1, 1 - _exponent(100 * half))) if half else 1
+    half = difference.half
+    places = max(0, min(1, 1 - _exponent(100 * half))) if half > 0 else 1
     return minus(f"{100 * value:+z.{places}f}")
 
 
@@ -100,8 +98,7 @@ def around(mean: float, half: float) -> str:
 def _decimals(difference: Difference) -> int:
     """Return the decimals of a difference: to the second digit of half its interval, and up to two more if an
     end that excludes zero would be printed as zero, against the verdict beside it."""
-    half = difference.high - difference.mean if difference.has_interval else 0.0
-    places = _places(half or abs(difference.mean))
+    places = _places(difference.half if difference.half > 0 else abs(difference.mean))
     end = min(abs(difference.low), abs(difference.high)) if difference.low * difference.high > 0 else math.inf
     return places if round(end, places) else max(places, min(places + 2, -_exponent(end)))
 
@@ -112,8 +109,7 @@ def _places(smallest: float) -> int:
 
 def percents(difference: Difference) -> str:
     """Return a difference of fractions in percent: `+1.23 ±0.45 %`, `+35 ±12 %`."""
-    half = difference.high - difference.mean if difference.has_interval else math.nan
-    text, bound = percent_texts(difference.mean, half)
+    text, bound = percent_texts(difference.mean, difference.half)
     return f"{text} ±{bound} %" if bound else f"{text} %"
 
 

@@ -96,12 +96,15 @@ class Difference:
         return math.isfinite(self.low)
 
     @property
+    def half(self) -> float:
+        """Half the width of the interval; NaN without one."""
+        return self.high - self.mean if self.has_interval else math.nan
+
+    @property
     def informative(self) -> bool:
         """True if the spread of the differences supports an interval and a p-value."""
-        return (
-            min(self.pairs, self.pairs if self.distinct is None else self.distinct) >= FEWEST_DISTINCT
-            and self.deviation > 0
-        )
+        distinct = self.pairs if self.distinct is None else self.distinct
+        return min(self.pairs, distinct) >= FEWEST_DISTINCT and self.deviation > 0
 
     @property
     def runs(self) -> str:
@@ -213,9 +216,8 @@ def equivalence(difference: Difference, margin: float | None) -> float:
     """
     if margin is None or not difference.informative:
         return math.nan
-    return (
-        p_value(difference, math.copysign(margin, difference.mean)) if abs(difference.mean) < margin else 1.0
-    )
+    nearer = math.copysign(margin, difference.mean)
+    return p_value(difference, nearer) if abs(difference.mean) < margin else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -351,13 +353,11 @@ def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> V
     pairs = difference.pairs
     if pairs < 2:
         return Verdict("unjudged", "one_pair" if pairs else "no_pair", count=pairs)
+    # Equal losses come from equal bits. Equal counts may differ on the next seed.
+    if difference.same and difference.whole:
+        return Verdict("unjudged", "equal_counts", count=pairs)
     if difference.same:
-        # Equal losses come from equal bits. Equal counts may differ on the next seed.
-        return (
-            Verdict("unjudged", "equal_counts", count=pairs)
-            if difference.whole
-            else Verdict("same", count=pairs)
-        )
+        return Verdict("same", count=pairs)
     if not difference.informative:
         return Verdict("unjudged", "few_values", count=difference.distinct or pairs)
     if same < ALPHA:
@@ -365,12 +365,6 @@ def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> V
     if p < ALPHA:
         return Verdict("better" if (difference.mean < 0) == minimize else "worse", count=pairs)
     return Verdict("undecided", count=pairs)
-
-
-def decided(difference: Difference, min_effect: float | None) -> bool:
-    """Return True if the only comparison of a table needs no more seeds. `min_effect`: in the metric's unit;
-    None if none was given."""
-    return judge([(difference, min_effect)], True, plan=False)[0].decided
 
 
 # Seeds for a verdict
@@ -440,13 +434,7 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def _needed(
-    pairs: int,
-    mean: float,
-    deviation: float,
-    rule: _Rule,
-    ranged: bool,
-) -> Needed:
+def _needed(pairs: int, mean: float, deviation: float, rule: _Rule, ranged: bool) -> Needed:
     posterior = _Posterior(pairs, mean, deviation)
     count = posterior.smallest(posterior.quantiles(_uniform()[0]), rule)
     return Needed(
@@ -487,16 +475,12 @@ class _Posterior:
         _, *uniform = _uniform()
         new = total - self.pairs
         variance = 1 / (1 / _PRIOR**2 + self.pairs / spreads**2)
-        effect = variance * self.pairs * self.mean / spreads**2 + np.sqrt(variance) * special.ndtri(
-            uniform[0]
-        )
+        effect = variance * self.pairs * self.mean / spreads**2
+        effect = effect + np.sqrt(variance) * special.ndtri(uniform[0])
         added = effect + spreads / math.sqrt(new) * special.ndtri(uniform[1])
         squares = spreads**2 * special.chdtri(new - 1, uniform[2]) if new > 1 else 0.0
-        squares = (
-            squares
-            + (self.pairs - 1) * self.deviation**2
-            + self.pairs * new / total * (self.mean - added) ** 2
-        )
+        squares = squares + (self.pairs - 1) * self.deviation**2
+        squares = squares + self.pairs * new / total * (self.mean - added) ** 2
         mean, deviation = (self.pairs * self.mean + new * added) / total, np.sqrt(squares / (total - 1))
         error = np.hypot(deviation, rule.shared_error * math.sqrt(total))
         excludes = np.abs(mean) > rule.interval.half_width(total, rule.effects) * error

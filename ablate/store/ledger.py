@@ -141,10 +141,6 @@ class Ledger(RecordQueries):
         query = f"SELECT {ARM_COLUMNS} FROM arms WHERE {condition}"
         return [ArmRow(*row) for row in self.db.execute(query, {"arm": arm})]
 
-    def proposed(self) -> int:
-        """Return the number of points that a search has proposed, including those that cannot be run."""
-        return self.cell("SELECT count(*) FROM arms WHERE place IS NOT NULL AND optuna IS NOT NULL")
-
     def arm(self, name: str) -> int | None:
         """Return the number of a wanted arm, None if there is none of this name."""
         return self.cell("SELECT arm FROM arms WHERE name = ? AND place IS NOT NULL", name)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
+from support.books import decided
 from support.cases import every
 from support.experiments import sweep, tiny
 
@@ -18,7 +19,7 @@ from ablate.cli.answer_view import DISPENSABLE
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
 from ablate.reports.comparison_tables import foremost, published_table, summary_table
-from ablate.reports.markdown_summary import summary_markdown
+from ablate.reports.evidence import summary_markdown
 from ablate.reports.table_notes import emulated, reading
 from ablate.results.attribution import grid, main_effects
 from ablate.results.comparisons import Comparisons
@@ -27,7 +28,7 @@ from ablate.results.headline import headline_of
 from ablate.results.intervals import Interval
 from ablate.results.next_runs import fresh_seeds, undecided, winner
 from ablate.results.number_text import interval, number, percents, shortened
-from ablate.results.paired_stats import Difference, decided, paired_difference
+from ablate.results.paired_stats import Difference, paired_difference
 from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
 from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_ledger

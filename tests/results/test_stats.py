@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from scipy import integrate, stats
+from support.books import decided
 from support.cases import every
 
 from ablate.results.intervals import Interval
@@ -17,7 +18,6 @@ from ablate.results.paired_stats import (
     Needed,
     Reason,
     Verdict,
-    decided,
     equivalence,
     judge,
     p_value,

@@ -3,6 +3,8 @@
 import json
 import math
 
+from ablate.results.paired_stats import judge
+
 SPEC = json.dumps({"workload": {"gpt": {"batch": 2, "context": 16}}, "seed": 0, "data": "abc"})
 BASE = {0: 3.00, 1: 3.10, 2: 3.20, 3: 3.05}
 WORSE = {seed: value + 0.1 + 0.001 * seed for seed, value in BASE.items()}
@@ -62,3 +64,8 @@ def learn(book, floor: float) -> None:
     """As if the runs' workload had said what a model reaches that ignores its input."""
     for member in book.members():
         book.note_context_free(member.trial, floor)
+
+
+def decided(difference, margin: float | None) -> bool:
+    """Return True if the only comparison of a table needs no more seeds."""
+    return judge([(difference, margin)], True, plan=False)[0].decided

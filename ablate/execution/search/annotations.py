@@ -8,16 +8,16 @@ written by users in the dashboard stay.
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, TypedDict
+from typing import Any
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 
 from ablate.execution.search.journal import REPEATS, opened, own_trials
 from ablate.execution.search.optuna_private import note_of, save_figure, save_note, trial_id
@@ -33,16 +33,6 @@ _WRITTEN = "ablate:notes"
 """Study attribute with the digest of each note that this package wrote."""
 _LINE, _MOST_LINES = 36, 28
 """Characters of a line of an arm's name in the figure, and lines for which its 450 pixels have room."""
-
-
-class TrialFacts(TypedDict, total=False):
-    """User attributes of a settled trial that a note shows, in the order of the arm's seeds."""
-
-    seeds: list[int]
-    mlflow_runs: list[str | None]
-    """Ids of the runs in MLflow."""
-    mlflow: list[str]
-    """Addresses of their pages."""
 
 
 def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], metric: Metric) -> None:
@@ -95,14 +85,15 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _note(arm: ArmSummary, facts: TrialFacts) -> str:
-    note = f"**{arm.name}**: {verdict_text(arm.verdict)}"
+def _note(arm: ArmSummary, facts: Mapping[str, Any]) -> str:
+    """Return the note on an arm. `facts`: user attributes of its trial, with seeds, and ids and addresses of
+    its runs in MLflow in the same order."""
+    note = f"**{arm.name}**: "
     if arm.gap is not None and arm.gap.pairs:
-        gap = f"{interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds"
-        note = f"**{arm.name}**: {gap}: {verdict_text(arm.verdict)}"
-    pages = facts.get("mlflow", [])
-    seeds = facts.get("seeds", [])
-    links = [f"[seed {seed}]({page})" for seed, page in zip(seeds, pages, strict=False)]
+        note += f"{interval(arm.gap)} against {arm.baseline} over {arm.gap.pairs} seeds: "
+    note += verdict_text(arm.verdict)
+    pages = zip(facts.get("seeds", []), facts.get("mlflow", []), strict=False)
+    links = [f"[seed {seed}]({page})" for seed, page in pages]
     runs = links or [f"`{run}`" for run in facts.get("mlflow_runs", []) if run]
     return f"{note}\n\nMLflow: {', '.join(runs)}" if runs else note
 
@@ -116,13 +107,12 @@ def _forest(arms: list[ArmSummary], metric: Metric) -> dict[str, Any]:
     shown = [arm for arm, _ in gaps]
     longest = max(len(arm.name) for arm in shown)
     width = _LINE if len(shown) * math.ceil(longest / _LINE) <= _MOST_LINES else longest
-    half = [gap.high - gap.mean if gap.has_interval else 0 for _, gap in gaps]
     points = {
         "type": "scatter",
         "mode": "markers",
         "x": [gap.mean for _, gap in gaps],
         "y": ["<br>".join(wrap(escape(arm.name, quote=False), width)) for arm in shown],
-        "error_x": {"type": "data", "array": [width if math.isfinite(width) else 0 for width in half]},
+        "error_x": {"type": "data", "array": [gap.half if math.isfinite(gap.half) else 0 for _, gap in gaps]},
         "marker": {"size": 9, "color": "#0173b2"},
         "hovertext": [verdict_text(arm.verdict) for arm in shown],
     }
@@ -169,7 +159,10 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
     if len(done) < _FEWEST or len({trial.values[objective] for trial in done}) == 1:
         return {}
     common = set.intersection(*(set(trial.params) for trial in done))
-    if not (varied := sorted(knob for knob in common if _varies(done, knob))):
+    # Those with several values and one range in all trials, which fANOVA needs.
+    ranges = {knob: [trial.distributions[knob] for trial in done] for knob in common}
+    same = [knob for knob, each in ranges.items() if all(one == each[0] for one in each)]
+    if not (varied := sorted(knob for knob in same if len({trial.params[knob] for trial in done}) > 1)):
         return {}
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
@@ -179,10 +172,3 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
         facts = {"params": trial.params, "distributions": trial.distributions}
         alone.add_trial(create_trial(value=trial.values[objective], **facts))
     return get_param_importances(alone, evaluator=FanovaImportanceEvaluator(seed=0), params=varied)
-
-
-def _varies(trials: list[FrozenTrial], knob: str) -> bool:
-    """Return True if a knob has several values and one range in all trials, which fANOVA needs."""
-    return len({trial.params[knob] for trial in trials}) > 1 and all(
-        trial.distributions[knob] == trials[0].distributions[knob] for trial in trials
-    )
