@@ -10,7 +10,7 @@ from ablate.results.intervals import ALPHA
 from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import Difference, Reason, equivalence, holm, p_value, paired_difference
 from ablate.results.summary import ArmSummary, interval_of, mean_of, nothing_learned, summaries
-from ablate.results.verdict_text import KINDS, REASONS, diverged_text
+from ablate.results.verdict_text import KINDS, REASONS, footnotes, on_others, short_word, with_notes
 from ablate.store.ledger import Ledger
 
 _COLOURS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
@@ -61,11 +61,7 @@ class Replication:
     @property
     def subject(self) -> str:
         """Name of the arm, or `arm minus other`."""
-        return (
-            self.figure.arm
-            if self.figure.against is None
-            else f"{self.figure.arm} minus {self.figure.against}"
-        )
+        return self.figure.arm + (f" minus {self.figure.against}" if self.figure.against is not None else "")
 
     @property
     def metric(self) -> str:
@@ -80,22 +76,21 @@ class Replication:
     @property
     def published(self) -> str:
         """Published figure: a number with its unit, or an ordering."""
-        if self.figure.amount is None:
+        amount = self.figure.amount
+        if amount is None:
             return str(self.figure.value)
-        return (
-            f"{self.figure.amount:.4g}"
-            if self.figure.against is None
-            else _signed(self.figure, self.figure.amount)
-        )
+        if self.figure.against is None:
+            return f"{amount:.4g}"
+        return f"{100 * amount:+.3g} %" if self.figure.relative else f"{amount:+.4g}"
 
     @property
     def found(self) -> str:
         """Measured figure with its interval; `-` if nothing was measured."""
         if not self.measured.pairs:
             return "-"
-        half = self.measured.high - self.measured.mean
         if self.figure.against is None:
-            return f"{self.measured.mean:.4g}" + (f" ±{half:.2g}" if self.measured.has_interval else "")
+            half = f" ±{self.measured.half:.2g}" if self.measured.has_interval else ""
+            return f"{self.measured.mean:.4g}{half}"
         return percents(self.measured) if self.figure.relative else interval(self.measured)
 
 
@@ -109,20 +104,17 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
     }
     arms = {name: summaries(ledger, metrics[name]) for name in {figure.metric for figure in figures}}
     lines = [_replication(ledger, figure, metrics[figure.metric], arms[figure.metric]) for figure in figures]
-    of_two = [line.figure.against is not None for line in lines]
-    compared = [two and line.learned and not line.unshared for line, two in zip(lines, of_two, strict=True)]
-    effects = holm(
-        [p_value(line.measured) if judged else math.nan for line, judged in zip(lines, compared, strict=True)]
-    )
-    equivalences = holm(
-        [
-            equivalence(line.measured, line.margin) if judged else math.nan
-            for line, judged in zip(lines, compared, strict=True)
-        ]
-    )
+    nothing = paired_difference({}, {})  # its p-values are NaN, which are no comparisons
+    compared = [
+        line.measured if line.figure.against is not None and line.learned and not line.unshared else nothing
+        for line in lines
+    ]
+    effects = holm([p_value(one) for one in compared])
+    margins = [line.margin for line in lines]
+    equivalences = holm([equivalence(*each) for each in zip(compared, margins, strict=True)])
     return [
-        replace(line, verdict=_same_way(line, p, same)) if two else line
-        for line, two, p, same in zip(lines, of_two, effects, equivalences, strict=True)
+        line if line.figure.against is None else replace(line, verdict=_same_way(line, p, same))
+        for line, p, same in zip(lines, effects, equivalences, strict=True)
     ]
 
 
@@ -208,11 +200,9 @@ def _same_way(line: Replication, p: float, same: float) -> Agreement:
         return Agreement("agrees", detail="negligible" if none else _size(figure, measured))
     if sign:
         return Agreement("disagrees")
-    return (
-        Agreement("disagrees", detail="negligible")
-        if none
-        else Agreement("unresolved", detail=_size(figure, measured))
-    )
+    if none:
+        return Agreement("disagrees", detail="negligible")
+    return Agreement("unresolved", detail=_size(figure, measured))
 
 
 def _size(figure: Published, measured: Difference) -> Detail | None:
@@ -240,22 +230,13 @@ def agreement_text(line: Replication, short: bool = False) -> str:
     column."""
     verdict = line.verdict
     word = "not measured" if verdict.reason == "not_measured" else _KINDS.get(verdict.kind, verdict.kind)
-    diverged = diverged_text(len(line.diverged), line.given)
-    if diverged and len(line.diverged) == line.given:
-        return "diverged" if short else diverged
-    if short:
-        return f"diverged; {word}" if diverged else word
-    details = _details(line)
-    text = f"{word} ({'; '.join(details)})" if details else word
-    return f"{diverged}; on the others: {text}" if diverged else text
+    lost = len(line.diverged), line.given
+    return short_word(word, *lost) if short else on_others(with_notes(word, _details(line)), *lost)
 
 
 def agreement_notes(line: Replication) -> list[str]:
     """Return footnotes of a table: all that the short form leaves out."""
-    diverged = diverged_text(len(line.diverged), line.given)
-    if diverged and len(line.diverged) == line.given:
-        return [diverged]
-    return ([f"{diverged}: the verdict is on the others"] if diverged else []) + _details(line)
+    return footnotes(_details(line), len(line.diverged), line.given)
 
 
 def _details(line: Replication) -> list[str]:
@@ -273,7 +254,3 @@ def _details(line: Replication) -> list[str]:
     if verdict.apart is not None:
         details.append(f"by {verdict.apart:+.1%}")
     return details
-
-
-def _signed(figure: Published, value: float) -> str:
-    return f"{100 * value:+.3g} %" if figure.relative else f"{value:+.4g}"

@@ -8,10 +8,11 @@ line with all of this:
     undecided (worse alone, not after Holm's correction); 8 (4 to 66) seeds in all
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ablate.files import Json, finite
+from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Kind, Needed, Reason, Verdict
 
 NO_ANSWER = "No answer:"
@@ -63,29 +64,20 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
     everything."""
     words = REASONS[verdict.reason] if verdict.reason else KINDS[verdict.kind]
     if short:
-        if not verdict.diverged:
-            return words.short
-        return "diverged" if verdict.diverged == verdict.seeds else f"diverged; {words.short}"
-    diverged = diverged_text(verdict.diverged, verdict.seeds)
-    if diverged and verdict.diverged == verdict.seeds:
-        return diverged
-    word, notes = _counted(words, verdict.count), _qualifications(verdict)
-    text = f"{word} ({'; '.join(notes)})" if notes else word
+        return short_word(words.short, verdict.diverged, verdict.seeds)
+    text = with_notes(_counted(words, verdict.count), _qualifications(verdict))
     text += f"; {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
-    return f"{diverged}; on the others: {text}" if diverged else text
+    return on_others(text, verdict.diverged, verdict.seeds)
 
 
 def verdict_notes(verdict: Verdict) -> list[str]:
     """Return footnotes of a table: all that a verdict's short form leaves out, except the seeds it needs."""
-    diverged = diverged_text(verdict.diverged, verdict.seeds)
-    if diverged and verdict.diverged == verdict.seeds:
-        return [diverged]
-    notes = [f"{diverged}: the verdict is on the other seeds"] if diverged else []
+    notes = []
     if verdict.reason and REASONS[verdict.reason].short == KINDS["unjudged"].short:
         notes.append(_counted(REASONS[verdict.reason], verdict.count))
     if verdict.kind == "same":
         notes.append(f"{KINDS[verdict.kind].text} on every seed")
-    return notes + _qualifications(verdict)
+    return footnotes(notes + _qualifications(verdict), verdict.diverged, verdict.seeds)
 
 
 def _qualifications(verdict: Verdict) -> list[str]:
@@ -107,9 +99,31 @@ def _counted(words: Words, count: int) -> str:
     return words.text.format(count=count).replace("on 1 seeds", "on 1 seed")
 
 
-def diverged_text(diverged: int, seeds: int) -> str:
-    """Return `diverged on 1 of 4 seeds`; empty if none did."""
-    return f"diverged on {diverged} of {seeds:,} seed{'' if seeds == 1 else 's'}" if diverged else ""
+# Texts of verdicts, and of agreements with published figures, on arms of which so many of all seeds diverged
+
+
+def with_notes(word: str, notes: Sequence[str]) -> str:
+    return f"{word} ({'; '.join(notes)})" if notes else word
+
+
+def short_word(word: str, diverged: int, seeds: int) -> str:
+    if not diverged:
+        return word
+    return "diverged" if diverged == seeds else f"diverged; {word}"
+
+
+def on_others(text: str, diverged: int, seeds: int) -> str:
+    lost = f"diverged on {diverged} of {counted(seeds, 'seed')}"
+    if not diverged:
+        return text
+    return lost if diverged == seeds else f"{lost}; on the others: {text}"
+
+
+def footnotes(notes: Sequence[str], diverged: int, seeds: int) -> list[str]:
+    lost = f"diverged on {diverged} of {counted(seeds, 'seed')}"
+    if not diverged:
+        return [*notes]
+    return [lost] if diverged == seeds else [f"{lost}: the verdict is on the other seeds", *notes]
 
 
 def needed_text(needed: Needed | None, ranged: bool = True) -> str:
