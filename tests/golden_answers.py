@@ -272,7 +272,7 @@ def parts(name: str, state: Path) -> Iterator[tuple[str, str]]:
     """Yield (title, text) of all that commands, notes and reports say of a finished sweep."""
     from ablate.cli.answer_view import MOST_LINES, print_lines
     from ablate.cli.common import Screen
-    from ablate.reports.markdown_summary import summary_markdown
+    from ablate.reports.evidence import summary_markdown
     from ablate.results.comparisons import Comparisons
     from ablate.store.checked_ledger import open_ledger
 

@@ -32,7 +32,7 @@ DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2,
 
 def summary_of(ledger: "Ledger") -> str:
     """Return the answer of a sweep as Markdown. It imports pandas: call it at a sweep's end only."""
-    from ablate.reports.markdown_summary import summary_markdown
+    from ablate.reports.evidence import summary_markdown
 
     return summary_markdown(ledger)
 

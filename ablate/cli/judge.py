@@ -161,7 +161,7 @@ def judge(
     for note in notes[:_NOTES]:
         screen.print(f"Note: {one_line(note)}.", style="dim")
     if report:
-        screen.lines(f"Report: {make(settings.state, title).index}")
+        screen.lines(f"Report: {make(settings.state, title, answer=answer).index}")
 
 
 def _gate(found: Found, asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:

@@ -17,7 +17,7 @@ from ablate.execution.sweep_control import check
 from ablate.execution.tracking.access import log_report
 from ablate.files import no_folder_name
 from ablate.judging.judged_ledger import changed_since
-from ablate.reports.markdown_summary import study_markdown
+from ablate.reports.evidence import study_markdown
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import (
     NOTEBOOKS,
@@ -27,6 +27,7 @@ from ablate.reports.report_files import (
     default_notebooks,
     write_report,
 )
+from ablate.results.headline import Headline
 from ablate.results.summary import summaries
 from ablate.store.checked_ledger import absent, open_checked, open_ledger
 from ablate.store.databases import path_of
@@ -102,13 +103,14 @@ def make(
     mlflow: str | None = None,
     pdf: bool = False,
     out: Path | None = None,
+    answer: Headline | None = None,
 ) -> Report:
     """Run the notebooks of a sweep and write its report. InputError if there is no such sweep, its records
     are damaged, or no report can be written; NotebookError if a notebook failed.
 
     `notebooks`: None for those that fit the question of the sweep; `mlflow`: address, to attach the report;
     `pdf`: also print the first page as PDF, if a browser is installed; `out`: folder for the reports; None:
-    `reports` in the state folder.
+    `reports` in the state folder; `answer`: that of the sweep, if it was printed already.
     """
     writable = os.access(state, os.W_OK) or not state.exists()
     if not (writable or out):
@@ -121,7 +123,7 @@ def make(
     _refuse_unknown(state, name)
     check(state / "sweeps" / name, name)
     with closing(open_checked(state / "sweeps" / name / "ledger.db")) as ledger:
-        heading = Heading.of(ledger, name, _verified(ledger, state, name))
+        heading = Heading.of(ledger, name, _verified(ledger, state, name), answer)
         with ThreadPoolExecutor(1) as thread:
             # In parallel with the notebooks, since its imports take seconds. Judged runs have no study.
             studied = (state / "sweeps" / name / "optuna.log").exists()

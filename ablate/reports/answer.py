@@ -13,7 +13,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
 
@@ -38,10 +37,8 @@ from ablate.reports.run_tables import failures_table, recipes_table, running, ru
 from ablate.reports.table import Table
 from ablate.reports.table_notes import dropped, emulated, null_warning, reading, smallest_damage
 from ablate.results.forked import estimand
-from ablate.results.headline import Headline, headline_of
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
-from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import described
 from ablate.results.unmet_phases import never_began
 from ablate.results.unpaired import pairing
@@ -82,11 +79,6 @@ class Answer(Measurements):
         if self.out:
             shown.save(self.out)
         return shown
-
-    @cached_property
-    def answer(self) -> Headline:
-        """The answer, as every surface states it."""
-        return headline_of(self)
 
     def headline(self) -> list[Part]:
         """Return the answer with its checks, what limits it, what to do next, and how to read the table."""
@@ -150,13 +142,12 @@ class Answer(Measurements):
     def importances(self, shares: Mapping[str, float]) -> Text | None:
         """Return a caution on knobs' shares of the variance (fANOVA), from 0 to 1; None if there are no
         shares."""
-        if not shares:
-            return None
-        return Text(
+        text = (
             "Shares of the variance over the arms that were tried (fANOVA). They depend on where the sampler"
             " looked and are no effect sizes: a knob with a small share may matter. A gap with its interval"
             " says by how much."
         )
+        return Text(text) if shares else None
 
     def health(self, table: pd.DataFrame) -> list[Part]:
         """Return sentences on how training went, and the table of what guards did, by a frame as `records`
@@ -201,25 +192,12 @@ class Answer(Measurements):
             return None
         return effect_table("comparisons", found, self, self.answer.valid and not self.running)
 
-    def changes(self) -> Table | None:
-        """Return the table of relative changes: arms by metrics, each cell a drawn interval; None without
-        any."""
-        if not self.relative_changes[0]:
-            return None
-        return change_table("changes", self, self.shown, self.answer.valid)
-
+    changes = change_table
     values = answer_tables.values_table
     effects = answer_tables.arms_table
 
-    def knob_effects(self) -> list[Part]:
-        """Return the table of what a search's knobs do, with intervals; empty if it cannot tell them
-        apart."""
-        return answer_tables.effects_parts(self.arms, self.unit)
-
-    def front(self) -> list[Part]:
-        """Return the arms that no other equals or beats in all objectives, in a sentence and a table."""
-        return answer_tables.front_parts(self.objectives)
-
+    knob_effects = answer_tables.knob_effects_table
+    front = answer_tables.front_parts
     layers = staticmethod(operand_health.layer_maps)
     split = staticmethod(operand_health.error_split)
     gradient_error = staticmethod(operand_health.gradient_error)
@@ -229,18 +207,10 @@ class Answer(Measurements):
     doses = dose_parts
     blame = search_parts
 
-    def map(self) -> list[Part]:
-        """Return the map of the recipe's cells: a picture, and what it does and does not show."""
-        return map_parts(sensitivity(self), self.metric, self.unit, self.answer.valid and not self.running)
-
+    map = map_parts
     components = answer_tables.components_table
     damage = answer_tables.damage_table
-
-    def routes(self) -> list[Part | None]:
-        """Return the tables of gaps with experts, by rounding and by flipped routes, and of what flipped."""
-        arguments = self.ledger, self.shown
-        return [answer_tables.routes_table(*arguments), answer_tables.flipped_table(*arguments)]
-
+    routes = answer_tables.routes_tables
     windows = answer_tables.windows_table
     pairing = answer_tables.pairing_table
     power = answer_tables.power_table

@@ -10,6 +10,7 @@ from ablate.files import Holder, holder_of
 from ablate.reports.comparison_tables import foremost
 from ablate.results.attribution import Grid, interactions, main_effects
 from ablate.results.comparisons import Comparisons
+from ablate.results.headline import Headline, headline_of
 from ablate.results.intervals import ALPHA
 from ablate.results.paired_stats import holm, p_value
 from ablate.results.summary import ArmSummary
@@ -30,6 +31,11 @@ class Measurements(Comparisons):
     def __init__(self, ledger: Ledger, out: Path | None = None, most_arms: int = MOST_ARMS) -> None:
         super().__init__(ledger)
         self.out, self.most_arms = out, most_arms
+
+    @cached_property
+    def answer(self) -> Headline:
+        """The answer, as every surface states it."""
+        return headline_of(self)
 
     @cached_property
     def running(self) -> bool:

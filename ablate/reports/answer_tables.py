@@ -174,8 +174,9 @@ def damage_table(sweep: Measurements) -> Table | None:
     return Table.by_columns("damage", parts, columns, caption)
 
 
-def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
-    """Return the table of gaps by rounding and by flipped routes; None without an arm that replays routes."""
+def routes_tables(sweep: Measurements) -> list[Part | None]:
+    """Return the table of gaps by rounding and by flipped routes, None without an arm that replays routes;
+    and that of what quantisation sends to other experts, None if no arm recorded it."""
     columns = {"arm": "arm", "difference": "gap"}
     columns |= {"rounding with routes held": "rounding", "flipped routes": "flips"}
     caption = (
@@ -183,16 +184,12 @@ def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
         " training chose, minus the baseline. Flipped routes: the arm minus that one. The two add up to the"
         " difference at every seed; intervals are not corrected, and have the spread over seeds alone."
     )
-    return Table.by_columns("routes", routed(ledger, arms), columns, caption)
-
-
-def flipped_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
-    """Return the table of what quantisation sends to other experts; None if no arm recorded it."""
+    routes = Table.by_columns("routes", routed(sweep.ledger, sweep.shown), columns, caption)
 
     def percent(metric: str) -> Callable[[tuple[str, Mapping[str, float], int]], Cell]:
         return lambda row: (f"{100 * row[1][metric]:.2f} %", row[1][metric])
 
-    columns: dict[str, Source] = {
+    shares: dict[str, Source] = {
         "arm": itemgetter(0),
         "tokens flipped": percent(TOKENS_FLIPPED),
         "pairs flipped": percent(FLIPPED),
@@ -201,9 +198,9 @@ def flipped_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
     caption = (
         "Flipped: tokens, and pairs of a token and an expert, that the arm's quantisation sends to other"
         " experts than unquantised products on the same weights. Means over the measured steps"
-        f"{' of the windows' if difference_word(arms) == DAMAGE else ''} and over seeds."
+        f"{' of the windows' if difference_word(sweep.shown) == DAMAGE else ''} and over seeds."
     )
-    return Table.by_columns("flipped", flipped(ledger, arms), columns, caption)
+    return [routes, Table.by_columns("flipped", flipped(sweep.ledger, sweep.shown), shares, caption)]
 
 
 def windows_table(sweep: Measurements) -> Table | None:
@@ -314,13 +311,16 @@ def checks_table(sweep: Measurements) -> Table | None:
     return Table.by_columns("checks", compared, columns, caption)
 
 
-def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
-    """Return the effects as a table with its caution, and with the metric's unit in its head; nothing without
-    effects."""
-    effects = knob_effects(arms)
+def knob_effects_table(sweep: Measurements) -> Table | None:
+    """Return the table of what a search's knobs do, with its caution, and with the metric's unit in its head;
+    None if the search cannot tell them apart."""
+    effects = knob_effects(sweep.arms)
     columns: dict[str, Source] = {
         **{"knob": "knob", "change": "change"},
-        f"effect, {unit}" if unit else "effect": lambda one: (around(one.mean, one.half), one.mean),
+        f"effect, {sweep.unit}" if sweep.unit else "effect": lambda one: (
+            around(one.mean, one.half),
+            one.mean,
+        ),
         "p": ("p", ".2g"),
     }
     caption = (
@@ -330,19 +330,18 @@ def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
         " simulated arms by tpe, 41 % of such intervals cover that mean, and 57 % of knobs without an effect"
         " have p < 0.05. A grid of the knobs that seem to matter is the comparison that holds."
     )
-    table = Table.by_columns("knob-effects", effects, columns, caption)
-    return [table] if table else []
+    return Table.by_columns("knob-effects", effects, columns, caption)
 
 
-def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:
+def front_parts(sweep: Measurements) -> list[Part]:
     """Return the arms that no other equals or beats in all objectives: a sentence and a table; nothing for a
-    single objective (None)."""
-    if not by_metric:
+    single objective."""
+    if not (by_metric := sweep.objectives):
         return []
     metrics = list(by_metric)
     means = [{arm.name: arm.mean for arm in arms if arm.values} for arms in by_metric.values()]
-    roles = {arm.name: arm.role for arm in by_metric[metrics[0]]}
-    names = [name for name in means[0] if all(name in each for each in means) and roles[name] != "null"]
+    twins = {arm.name for arm in sweep.arms if arm.role == "null"}
+    names = [name for name in means[0] if all(name in each for each in means) and name not in twins]
     points = {name: [each[name] for each in means] for name in names}
     signs = [1 if metric.direction == "minimize" else -1 for metric in metrics]
     best = sorted(front(points, signs), key=lambda name: signs[0] * points[name][0])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
+from ablate.reports.answer_measurements import Measurements
 from ablate.reports.drawn import Axis
 from ablate.reports.effect_table import by_seed, headed, labelled
 from ablate.reports.plain_text import html_text, inline
@@ -44,18 +45,19 @@ class _Row:
     asked: bool
 
 
-def change_table(name: str, sweep: Comparisons, shown: Sequence[ArmSummary], coloured: bool) -> Table[_Row]:
+def change_table(sweep: Measurements) -> Table[_Row] | None:
     """Return the table of relative changes of the arms that are shown, sorted by the first metric within each
-    group. `name`: stem of its CSV file's name; `coloured`: False if a check failed, so that no cell may be
-    coloured."""
-    rows = _rows(sweep, shown)
+    group, each cell a drawn interval; None without any. No cell is coloured if a check failed."""
+    if not sweep.relative_changes[0]:
+        return None
+    rows, name = _rows(sweep, sweep.shown), "changes"
     columns = [
         *only("html", Column[_Row]("", lambda row: labelled(row.label, row.asked))),
         Column[_Row]("arm", lambda row: row.arm.name, only=("markdown", "csv")),
     ]
     for n, metric in enumerate(sweep.metrics):
         axis = Axis.of_ratios(row.changes[n].log_ratio for row in rows)
-        columns += _columns(n, metric, axis, coloured)
+        columns += _columns(n, metric, axis, sweep.answer.valid)
     groups = [headed(row.kind, f"against {row.baseline}" if row.baseline else "") for row in rows]
     caption = (
         "Beside each number half its interval, or its bounds if they lie further away than a factor of 2."

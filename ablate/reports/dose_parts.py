@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
 from ablate.recipes import KNOBS
+from ablate.reports.answer_measurements import Measurements
 from ablate.reports.drawn import SQUARE, mark, reach, round_numbers
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import VERDICT, Cell, DrawnTable, Table
-from ablate.results.comparisons import Comparisons
 from ablate.results.doses import Dose, Doses, doses, sentence
-from ablate.results.headline import headline_of
 from ablate.results.number_text import bounds, interval, minus
 from ablate.results.verdict_text import verdict_text
 
@@ -155,13 +154,11 @@ def _names(values: Sequence[Dose], places: Sequence[float]) -> str:
     return "".join(shown)
 
 
-def dose_parts(sweep: Comparisons) -> list[Part]:
+def dose_parts(sweep: Measurements) -> list[Part]:
     """Return a picture and a sentence for each ordered knob, without colours if a check failed."""
     shown: list[Part] = []
-    found = doses(sweep)
-    coloured = bool(found) and headline_of(sweep).valid
-    for one in found:
-        shown.append(_picture(one, sweep.metric, sweep.unit, coloured))
+    for one in doses(sweep):
+        shown.append(_picture(one, sweep.metric, sweep.unit, sweep.answer.valid))
         shown += [Text(text)] if (text := sentence(one)) else []
     return shown
 

@@ -225,6 +225,6 @@ def _arm(arm: "ArmSummary") -> dict[str, object]:
 
 def _interval(difference: "Difference | None", name: str) -> dict[str, object]:
     """Return the columns of a difference; NaN without one."""
-    one = difference
-    ends = (one.mean, one.low, one.high, one.pairs) if one else (math.nan, math.nan, math.nan, 0)
-    return dict(zip((name, "low", "high", "pairs"), ends, strict=True))
+    if difference is None:
+        return {name: math.nan, "low": math.nan, "high": math.nan, "pairs": 0}
+    return {name: difference.mean, "low": difference.low, "high": difference.high, "pairs": difference.pairs}

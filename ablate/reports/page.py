@@ -35,8 +35,8 @@ class Text(Part):
 
     text: str
     """Paragraphs separated by empty lines, with `code` and **bold** as in Markdown."""
-    kind: str = ""
-    """CSS class: `verdict` for the main result, `warning`, or empty."""
+    kind: Literal["", "warning"] = ""
+    """CSS class."""
 
     def html(self) -> str:
         """Return one HTML paragraph for each paragraph."""
@@ -44,9 +44,7 @@ class Text(Part):
         return "\n".join(f"<p{mark}>{inline(part)}</p>" for part in self.text.split("\n\n"))
 
     def markdown(self) -> str:
-        """Return the text; a verdict is bold."""
-        text = markdown_text(self.text)
-        return f"**{text}**" if self.kind == "verdict" else text
+        return markdown_text(self.text)
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,13 @@ class Heading:
     """The answer of the sweep."""
 
     @classmethod
-    def of(cls, ledger: Ledger, name: str, verified: str) -> "Heading":
+    def of(cls, ledger: Ledger, name: str, verified: str, answer: "Headline | None" = None) -> "Heading":
         """Return the head of a sweep's report. `verified`: text that says with what its records were
-        compared."""
+        compared; `answer`: the sweep's, if it was printed already."""
         from ablate.reports.answer import Answer  # pandas
 
         question, line = ledger.facts.question or name, _about(ledger, name, verified)
-        return cls(question, line, stamp(ledger), Answer(ledger).answer)
+        return cls(question, line, stamp(ledger), answer or Answer(ledger).answer)
 
 
 def is_current(state: Path, name: str) -> bool:

@@ -24,7 +24,7 @@ from ablate.experiment.schema import Metric, Published
 from ablate.reports import answer_tables
 from ablate.reports.answer import Answer
 from ablate.reports.comparison_tables import summary_table
-from ablate.reports.markdown_summary import summary_markdown
+from ablate.reports.evidence import summary_markdown
 from ablate.results.gate import checks
 from ablate.results.next_runs import undecided
 from ablate.results.published import replications

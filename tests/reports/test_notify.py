@@ -13,7 +13,7 @@ from support.gates import Gate
 from ablate.errors import InputError
 from ablate.execution import notify
 from ablate.execution.notify import Hook
-from ablate.reports.markdown_summary import summary_markdown
+from ablate.reports.evidence import summary_markdown
 from ablate.store.checked_ledger import open_ledger
 
 KEEP = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"

@@ -11,7 +11,7 @@ from support.processes import addresses
 
 from ablate.cli.report import make
 from ablate.execution.search.annotations import decorate
-from ablate.reports.markdown_summary import study_markdown
+from ablate.reports.evidence import study_markdown
 from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_ledger
 

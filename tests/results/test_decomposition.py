@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support.experiments import sweep, tiny
 
 import ablate
 from ablate.reports.answer import Answer
-from ablate.reports.answer_tables import alarms_table, flipped_table, routes_table
+from ablate.reports.answer_tables import alarms_table, routes_tables
 from ablate.results.comparisons import Comparisons
 from ablate.results.decomposition import correlation, damages, routed
 from ablate.results.headline import headline_of
@@ -23,6 +24,11 @@ def state(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     sweep(tiny(folder, ablate={"sr": [True, False]}, seeds=4), folder)
     return folder
+
+
+def tables(ledger, arms) -> list:
+    """The tables of gaps by rounding and by flipped routes, and of what flipped."""
+    return routes_tables(SimpleNamespace(ledger=ledger, shown=arms))
 
 
 def readings(results) -> dict:
@@ -175,13 +181,13 @@ def test_a_gap_with_experts_is_rounding_plus_flipped_routes_at_every_seed(tmp_pa
         low, high = scipy.stats.t.interval(0.95, 4, values.mean(), scipy.stats.sem(values))
         assert (part.mean, part.low, part.high) == pytest.approx((values.mean(), low, high), rel=1e-9)
     assert parts.rounding.mean + parts.flips.mean == pytest.approx(parts.gap.mean, abs=1e-7)
-    (row,) = routes_table(ledger, arms).rows
+    (row,) = tables(ledger, arms)[0].rows
     assert row["flipped routes"][1] == parts.flips.mean
     sentence = headline_of(Comparisons(ledger)).text
     assert "Of free's gap, +0.0099 ±0.0028, rounding with routes held makes +0.0040 ±0.0020" in sentence
     assert sentence.endswith(f"flipped routes {row['flipped routes'][0]}.")
     assert routed(ledger, [arm for arm in arms if arm.name != "held"]) == []
-    assert routes_table(ledger, [arm for arm in arms if arm.name != "held"]) is None
+    assert tables(ledger, [arm for arm in arms if arm.name != "held"])[0] is None
     ledger.close()
 
 
@@ -204,13 +210,13 @@ def test_flipped_tokens_and_pairs_are_means_over_windows_then_over_finished_seed
             if seed < 2:
                 ledger.settle(trial, "done")
     arms = summaries(ledger)
-    bf16, nvfp4 = flipped_table(ledger, arms).rows
+    bf16, nvfp4 = tables(ledger, arms)[1].rows
     assert (bf16["arm"], bf16["tokens flipped"], bf16["seeds"]) == ("bf16", ("0.00 %", 0.0), ("2", 2))
     pairs = np.mean([[0.042, 0.060], [0.084, 0.120]])
     assert (nvfp4["arm"], nvfp4["seeds"]) == ("nvfp4", ("2", 2))
     assert nvfp4["pairs flipped"] == ("7.65 %", pytest.approx(pairs))
     assert nvfp4["tokens flipped"] == ("30.60 %", pytest.approx(4 * pairs))
-    assert flipped_table(ledger, [arm for arm in arms if arm.name == "without"]) is None
+    assert tables(ledger, [arm for arm in arms if arm.name == "without"])[1] is None
     ledger.close()
 
 

@@ -1,6 +1,7 @@
 """Effects of a search's knobs are statsmodels' fit of the same arms; the front is what no other arm beats."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import statsmodels.api as sm
 from support.books import BASE, add
 
 from ablate.experiment.schema import Metric
-from ablate.reports.answer_tables import effects_parts, front_parts
+from ablate.reports.answer_tables import front_parts, knob_effects_table
 from ablate.results.search_effects import knob_effects
 from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
@@ -78,7 +79,7 @@ def test_effects_and_intervals_are_those_of_statsmodels(usual):
     }
     found = knob_effects(searched(usual, rows))
     assert len(found) == 5
-    (table,) = effects_parts(searched(usual, rows), "nats")
+    table = knob_effects_table(SimpleNamespace(arms=searched(usual, rows), unit="nats"))
     assert table.caption.startswith("Main effects only")
     assert [effect.p for effect in found] == sorted(effect.p for effect in found)
     for (knob, start), (mean, half, p) in expected.items():
@@ -96,7 +97,7 @@ def test_effects_and_intervals_are_those_of_statsmodels(usual):
 )
 def test_arms_that_do_not_tell_knobs_apart_have_no_effects(usual, rows):
     assert knob_effects(searched(usual, rows)) == []
-    assert effects_parts(searched(usual, rows), "nats") == []
+    assert knob_effects_table(SimpleNamespace(arms=searched(usual, rows), unit="nats")) is None
 
 
 def test_the_front_is_a_sentence_and_a_table_of_what_no_other_beats(usual):
@@ -108,12 +109,15 @@ def test_the_front_is_a_sentence_and_a_table_of_what_no_other_beats(usual):
             for name, both in points.items()
         ]
 
-    sentence, table = front_parts({LOSS: arms(0), SPEED: arms(1)})
+    def sweep(most, several=True):
+        objectives = {LOSS: arms(0)[:most], SPEED: arms(1)[:most]} if several else None
+        return SimpleNamespace(arms=arms(0)[:most], objectives=objectives)
+
+    sentence, table = front_parts(sweep(4))
     assert [row["arm"] for row in table.rows] == ["a", "b", "c"]
     assert sentence.text == (
         "3 of 4 arms are beaten by no other in val/loss and tokens_per_s. From a to c the front goes"
         " val/loss from 2.4000 to 2.5000, and tokens_per_s from 900.0000 to 1,200."
     )
-    assert front_parts(None) == []
-    alone = {LOSS: arms(0)[:1], SPEED: arms(1)[:1]}
-    assert front_parts(alone)[0].text == "Of 1 arm a is best in val/loss and tokens_per_s alike."
+    assert front_parts(sweep(4, several=False)) == []
+    assert front_parts(sweep(1))[0].text == "Of 1 arm a is best in val/loss and tokens_per_s alike."

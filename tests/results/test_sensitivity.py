@@ -114,10 +114,7 @@ def test_too_few_cells_or_seeds_are_not_ranked(tmp_path, seeds, cells):
     few = dict(list(TRUTH.items())[:cells])
     found = sensitivity(made_up(tmp_path, few, seeds=seeds))
     assert found.first is None
-    assert (
-        "Not ranked for want of"
-        in map_parts(found, Comparisons(found_ledger(tmp_path)).metric, "", True)[1].markdown()
-    )
+    assert "Not ranked for want of" in map_parts(Answer(found_ledger(tmp_path)))[1].markdown()
 
 
 def found_ledger(folder):

@@ -20,7 +20,7 @@ from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.workers import Inline
 from ablate.experiment.load import Experiment, load
-from ablate.reports.markdown_summary import summary_markdown
+from ablate.reports.evidence import summary_markdown
 from ablate.store.ledger import Ledger
 
 VOCAB = 64

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.roles import ELSEWHERE
@@ -198,8 +197,7 @@ def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark
 
 def name_lines(drawing: Drawing, drawn: Mapping[str, Mark]) -> None:
     """Add the legend of `draw_lines`."""
-    handles = [Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in drawn.values()]
-    legend = drawing.legend(handles, list(drawn))
+    legend = drawing.key(drawn, markersize=4, linewidth=1.4)
     entries = zip(legend.legend_handles, legend.get_texts(), strict=True)
     for number, (handle, text) in enumerate(entries):
         text.set_gid(f"key-{number}-text")

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.schema import Metric
@@ -185,13 +184,11 @@ def _points(
     axes = drawing.body.subplots()
     looks = marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
     axes.axhline(0, color="0.4", linewidth=1)
-    handles = []
     for arm, x, gap, _, high in data.iloc[:, :5].itertuples(index=False):
         mark = looks[arm]
         half = high - gap if math.isfinite(high) else None
         axes.errorbar(x, gap, yerr=half, fmt=mark.marker, color=mark.color, capsize=3, markersize=6)
-        handles.append(Line2D([], [], color=mark.color, marker=mark.marker, linestyle=""))
     axes.set_ylabel(f"{metric.name}: arm minus baseline\n({better(metric)})")
     axes.grid()
-    drawing.legend(handles, list(data["arm"]))
+    drawing.key({arm: looks[arm] for arm in data["arm"]}, linestyle="")
     return drawing, axes

@@ -9,7 +9,7 @@ import io
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from matplotlib.colors import Colormap
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 from matplotlib.typing import RcKeyType
 
@@ -194,6 +195,12 @@ class Drawing:
         containers of bars, which the types of matplotlib leave out."""
         columns = 1 if location == "outside right center" else len(labels)
         return self.body.legend(handles, [label(text, 26) for text in labels], loc=location, ncols=columns)
+
+    def key(self, looks: Mapping[str, "Mark"], **style: Any) -> Legend:
+        """Add a legend of series by their marks. `style`: further properties of lines, or others in place of
+        the marks'."""
+        handles = [Line2D([], [], **mark._asdict() | style) for mark in looks.values()]
+        return self.legend(handles, list(looks))
 
     def picture(self, data: pd.DataFrame, *words: str) -> Picture:
         """Return the picture with the numbers that are drawn. `words`: names of the figure and its metrics,

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
 from ablate.experiment.schema import Metric
@@ -70,10 +69,7 @@ def errors_by_slot(
         _error_panel(axes, data[data["error"] == kind], slots, looks)
         axes.set_xlabel(_MEANING.get(kind, kind))
         axes.set_title(kind)
-    dot: dict[str, Any] = {"linestyle": "", "markersize": 5}
-    drawing.legend(
-        [Line2D([], [], color=mark.color, marker=mark.marker, **dot) for mark in looks.values()], arms
-    )
+    drawing.key(looks, linestyle="", markersize=5)
     return drawing.picture(data, "errors_by_slot")
 
 
