@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def exit_with_parent(
 
 def main() -> None:
     """Run the command until it ends, or until standard input closes."""
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -59,10 +58,6 @@ def main() -> None:
     finally:
         _end(process)
     sys.exit(process.returncode if process.returncode >= 0 else 128 - process.returncode)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -111,7 +111,11 @@ class Scheduler:
             for arm_row in self.ledger.arms():
                 for member, error in self._holes(arm_row.arm):
                     self._put_aside(member.trial, member.id, error)
-            self._look_again()
+            while self._retired:  # a reused trial that started from such a folder has lost its prefix
+                self._retired = set()
+                for trial_id in sorted(self.reused):
+                    if not self.adopt(self._works[trial_id].trial, trial_id):
+                        self._wait(self._works[trial_id])
             if not accept:
                 self._refuse_other_versions(before)
         new = {(member.name, member.seed): member for member in self.ledger.members()}
@@ -180,15 +184,6 @@ class Scheduler:
                     f"trial {trial_id}: the ledger held records that are not in {folder};"
                     " they are read again from there"
                 )
-
-    def _look_again(self) -> None:
-        """Check reused trials again after folders were put aside: a trial that started from such a folder has
-        lost its prefix."""
-        while self._retired:
-            self._retired = set()
-            for trial_id in sorted(self.reused):
-                if not self.adopt(self._works[trial_id].trial, trial_id):
-                    self._wait(self._works[trial_id])
 
     def grow(self) -> list[str]:
         """Request more seeds for undecided arms and their baselines; return a line for each arm. Nothing

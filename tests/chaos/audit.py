@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
-from ablate.execution.search.journal import shown
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
 from ablate.execution.tracking import runs as mlflow_runs
 from ablate.files import Damaged
 from ablate.store.ledger import Ledger
@@ -200,7 +203,10 @@ def study(folder: Path) -> Iterator[Finding]:
         for row in book.members():
             if row.optuna is not None:
                 finals.setdefault(row.optuna, []).append(book.last_values(row.trial)[metric])
-    drawn = shown(folder / "optuna.log")
+    storage = JournalStorage(JournalFileBackend(str(folder / "optuna.log")))  # as Optuna itself reads it
+    (name,) = optuna.get_all_study_names(storage)
+    points = optuna.load_study(study_name=name, storage=storage).get_trials(deepcopy=False)
+    drawn = [(trial.state.name, trial.value) for trial in points]
     if len(drawn) != len(finals):
         kind = "twice" if len(drawn) > len(finals) else "lost"
         yield Finding(kind, f"Optuna shows {len(drawn)} points of {len(finals)}")

@@ -138,13 +138,3 @@ def own_trials(study: optuna.Study) -> list[FrozenTrial]:
 def _own(journal: Path, name: str) -> list[FrozenTrial]:
     loaded = opened(journal, name, lambda path: StudyJournal(Path(path)))
     return own_trials(loaded[0]) if loaded else []
-
-
-def shown(journal: Path) -> list[tuple[str, float | None]]:
-    """Return state and value of every point in a journal, in order, as Optuna itself reads it."""
-    storage = JournalStorage(JournalFileBackend(str(journal)))
-    (study,) = optuna.get_all_study_names(storage)
-    return [
-        (trial.state.name, trial.value)
-        for trial in optuna.load_study(study_name=study, storage=storage).get_trials(deepcopy=False)
-    ]

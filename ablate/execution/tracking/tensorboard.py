@@ -46,27 +46,24 @@ class TensorBoard(Tracker):
         self._metrics: Sequence[str] = ()
         self._complete: set[tuple[int, int]] = set()
 
-    def refresh(self, ledger: Ledger) -> None:
+    def refresh(self, ledger: Ledger, finished: bool = False) -> None:
         """Write the event files of members whose records have changed."""
         self._metrics = ledger.facts.metrics
         for member in ledger.members():
             key, over = (member.arm, member.seed), member.status in OVER
-            if not over:
-                self._complete.discard(key)
-            elif key in self._complete:
+            if over and key in self._complete:
                 continue
             last = ledger.pace(member.trial, 0.0)
             if last.moment:
-                self._update(ledger, member, last, over)
+                self._update(ledger, member, last, over or finished)
             if over:
                 self._complete.add(key)
+            else:
+                self._complete.discard(key)
 
     def finish(self, ledger: Ledger, status: str, note: str) -> None:
         """Write the last records of members that have not ended, too."""
-        for member in ledger.members():
-            last = ledger.pace(member.trial, 0.0)
-            if (member.arm, member.seed) not in self._complete and last.moment:
-                self._update(ledger, member, last, over=True)
+        self.refresh(ledger, finished=True)
 
     def _update(self, ledger: Ledger, member: Member, last: Pace, over: bool) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
