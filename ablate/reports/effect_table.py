@@ -17,6 +17,7 @@ from ablate.reports.comparison_tables import WORD
 from ablate.reports.drawn import Axis
 from ablate.reports.plain_text import inline
 from ablate.reports.table import Cell, Column, Html, Table, only
+from ablate.results.attribution import shown_value
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
 from ablate.results.number_text import bounds, minus
@@ -49,7 +50,7 @@ def lines(sweep: Comparisons) -> list[Line]:
     for effect, verdict in sweep.asked_effects:
         group = f"{effect.knobs[0]}: {effect.change}" if effect.knobs else "the question"
         others = [knob for knob in knobs if knob not in effect.knobs and knob not in effect.given]
-        held = ", ".join(f"{knob} {_json(value)}" for knob, value in effect.given.items())
+        held = ", ".join(f"{knob} {shown_value(value)}" for knob, value in effect.given.items())
         label = " ".join(filter(None, (f"with {held}" if held else "", "on average" if others else "")))
         if not label:
             group, label = (effect.knobs or ("the question",))[0], effect.change
@@ -61,10 +62,11 @@ def lines(sweep: Comparisons) -> list[Line]:
         group, label = whole if averaged else (effect.knobs[0], effect.change)
         if (group, label) not in stated:
             found.append(Line(group, label, effect.effect, verdict, effect.margin, sweep.asked is None))
+    asked = {sweep.asked_contrast(effect) for effect, _ in sweep.asked_effects if effect.knobs}
     for contrast in sweep.contrasts if averaged else ():
         group = f"{contrast.knob}: {contrast.change}"
         label = f"with {contrast.held.replace('=', ' ')}"
-        if (group, label) not in stated:
+        if (contrast.knob, contrast.change, contrast.held) not in asked:
             found.append(Line(group, label, contrast.effect, contrast.verdict, contrast.margin))
     to = "gap to" if difference_word(sweep.arms) != DAMAGE else "damage against"
     for arm in sweep.arms:
@@ -76,10 +78,6 @@ def lines(sweep: Comparisons) -> list[Line]:
             found.append(Line("recipe", effect.change, effect.effect, verdict, effect.margin))
     order = {group: number for number, group in enumerate(dict.fromkeys(line.group for line in found))}
     return sorted(found, key=lambda line: (order[line.group], not line.asked, line.difference.mean))
-
-
-def _json(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured: bool = True) -> Table[Line]:

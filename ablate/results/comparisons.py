@@ -102,23 +102,17 @@ class Comparisons:
     def contrasts(self) -> list[Contrast]:
         """Every two arms that differ in one knob; empty if there are too many to read. One that the file asks
         for has the verdict of its own family, as it has wherever it is stated."""
-        own = {
-            (
-                effect.knobs[0],
-                effect.change,
-                label({knob: effect.given[knob] for knob in self._held(effect)}),
-            ): verdict
-            for effect, verdict in self.asked_effects
-            if effect.knobs
-        }
+        own = {self.asked_contrast(effect): verdict for effect, verdict in self.asked_effects if effect.knobs}
         return [
             replace(one, verdict=own.get((one.knob, one.change, one.held), one.verdict))
             for one in contrasts(self.arms, self.metric, _MOST_CONTRASTS)
         ]
 
-    def _held(self, effect: Effect) -> list[str]:
-        """Return the knobs that an effect holds, in the order of the arms' names."""
-        return [knob for knob in (self.grid.levels if self.grid else ()) if knob in effect.given]
+    def asked_contrast(self, effect: Effect) -> tuple[str, str, str]:
+        """Return knob, change and held knobs of the contrast that an effect of a knob is, if there is one."""
+        levels = self.grid.levels if self.grid else ()
+        held = {knob: effect.given[knob] for knob in levels if knob in effect.given}
+        return effect.knobs[0], effect.change, label(held)
 
     @cached_property
     def grid(self) -> Grid | None:

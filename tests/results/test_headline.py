@@ -1,6 +1,7 @@
 """One answer for every surface: about the comparison that the file names, below checks of whether anything may be said."""
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from ablate.experiment.recipe_source import resolve
 from ablate.experiment.schema import Asked, Metric
 from ablate.recipes import KNOBS
 from ablate.reports.answer import Answer
+from ablate.reports.effect_table import lines
 from ablate.results.answer_sentences import MOST_WORDS, Compared, Setting, of_effect, of_family
 from ablate.results.attribution import Effect
 from ablate.results.comparisons import Comparisons
@@ -349,6 +351,19 @@ def test_a_contrast_that_is_asked_for_has_one_verdict_in_every_table(book):
     assert after.pop(("sr", "rht=true")) == verdict
     assert verdict != before.pop(("sr", "rht=true"))
     assert after == before
+
+
+def test_an_asked_contrast_with_several_knobs_held_is_listed_once(book):
+    """Its label is not that of the contrast: `with rht true, cooldown null`, and not `with rht true cooldown null`."""
+    add(book, "bf16", BASE, None, knobs={"recipe": "bf16"})
+    for place, (rht, sr, part) in enumerate(itertools.product((False, True), (False, True), (None, 0.1))):
+        losses = {seed: loss + 0.1 * sr + 0.002 * math.sin(3 * seed + place) for seed, loss in BASE.items()}
+        add(book, f"arm {place}", losses, knobs={"rht": rht, "sr": sr, "cooldown": part})
+    asked(book, knob="sr", given={"rht": True, "cooldown": None})
+    held = [line for line in lines(Comparisons(book)) if line.group == "sr: true instead of false"]
+    held = [line for line in held if line.label != "on average"]
+    assert [line.label for line in held if line.asked] == ["with rht true, cooldown null"]
+    assert len(held) == 4
 
 
 def test_the_table_says_beside_a_knob_what_it_is(book):
