@@ -26,7 +26,6 @@ class Alarm:
     """Cause, as a sentence without layer and slot; `{}`, with any format, is the value."""
 
     def trips(self, value: float) -> bool:
-        """Return True if the value is wrong."""
         return value > self.limit if self.side == "above" else value < self.limit
 
 

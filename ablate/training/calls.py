@@ -24,7 +24,6 @@ class Calls:
         """Micro-batches, and whether the backward pass ran, by layer and whether the call builds a graph."""
 
     def copy(self) -> "Calls":
-        """Return a copy that later calls do not change."""
         copied = Calls()
         copied.present = set(self.present)
         copied._done = {key: dict(calls) for key, calls in self._done.items()}

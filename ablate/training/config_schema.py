@@ -105,7 +105,6 @@ def _asked(code: Code, digest: str, question: object) -> dict[str, Any]:
 
 
 def _ended(process: subprocess.Popen[str], errors: IO[str]) -> str:
-    """End a process, and return what it wrote to standard error."""
     if errors.closed:
         return ""
     with suppress(BrokenPipeError):

@@ -268,8 +268,6 @@ class Finder(Probe):
         )
 
     def checked(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a loss function whose batch and result are checked."""
-
         def computed(*batch: Any) -> Tensor:
             self.batch(batch)
             result = loss(*batch)
@@ -287,7 +285,6 @@ class Finder(Probe):
             self.found = Origin(0, "norm", name, detail=f"{sizes[name]:.3g}")
 
     def operand(self, layer: str, slot: str, operand: Operand) -> None:
-        """Check an operand before its quantisation and after it."""
         self.order.append((layer, slot))
         assert operand.source is not None
         self.look("operand", layer, operand.source, slot, "before its quantisation: as bf16, or by rotation")

@@ -51,7 +51,6 @@ class Window(NamedTuple):
 
     @property
     def last(self) -> int:
-        """Steps that the trial counts at the window's end."""
         return self.begun + self.steps
 
     def metric(self, name: str) -> str:

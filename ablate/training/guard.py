@@ -125,7 +125,6 @@ class Watch:
 
     @property
     def lr(self) -> float:
-        """Factor of the learning rate."""
         return self._guard.fallback.lr**self.fallbacks
 
     @property
@@ -149,7 +148,6 @@ class Watch:
         )
 
     def _cause(self, loss: float, norm: float) -> Cause | None:
-        """Return the quantity of a step that diverges; None if none does."""
         if not math.isfinite(loss):
             return Cause("loss", loss)
         if not math.isfinite(norm):

@@ -189,7 +189,6 @@ class Training(Spec):
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens that one optimizer step processes."""
         return self.batch * self.accumulate
 
     def evaluations(self, quantised: bool) -> int:

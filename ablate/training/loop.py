@@ -118,7 +118,6 @@ class Meter:
         return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
 
     def state(self) -> dict[str, Any]:
-        """Return all that was added, for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -443,13 +442,11 @@ class Loop:
         return part.total(total, step)
 
     def _shadow(self, step: int) -> list[Tensor]:
-        """Return the gradient that the same step has without quantisation."""
         with self.run.engine.high_precision():
             self.gradient(step)
         return [gradient.clone() for gradient in self._gradients()]
 
     def _routed(self, step: int) -> Recorder:
-        """Return the experts of the step's tokens without quantisation."""
         engine, noise = self.run.engine, self.noise
         with torch.no_grad(), engine.again(), engine.high_precision(), recorded(engine) as routed:
             for micro_batch in self.part.micro_batches:

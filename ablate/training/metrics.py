@@ -45,7 +45,6 @@ class Measurements(dict[str, float]):
     layers. A model of 100 layers has thousands of others."""
 
     def __repr__(self) -> str:
-        """Return the lines that are printed, and the number of the other measurements."""
         names = {text: parse(text) for text in self}
         shown = [
             text

@@ -78,7 +78,6 @@ class Capture(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Number of operands in all batches."""
         return self.streamed if callable(self.batches) else sum(map(len, self.batches))
 
 

@@ -79,7 +79,6 @@ class Operands:
 
     @property
     def size(self) -> int:
-        """Number of elements of all three."""
         return self.x.numel() + self.w.numel() + self.dy.numel()
 
     def refuse_zeros(self) -> None:
@@ -185,7 +184,6 @@ class Caster:
         return result
 
     def _compared(self, true: Tensor, made: Callable[[int], Tensor], draws: bool) -> tuple[float, float]:
-        """Return error and bias of the draws of a cast."""
         count, errors = self.draws if draws else 1, 0.0
         halves: dict[int, Tensor] = {}
         for draw in range(count):
@@ -325,7 +323,6 @@ class _Casting:
             self.cast()
 
     def cast(self) -> None:
-        """Cast the operands that wait."""
         used = [[casts(products(own.layer)) for products in self.products] for own in self.waiting]
         wanted = [{cast for each in own for cast in each} for own in used]
         threads = torch.get_num_threads()
@@ -363,7 +360,6 @@ class _Casting:
 
 
 def _placed(recipe: Recipe, layers: Sequence[Layer]) -> Callable[[str], Products]:
-    """Return a function from a layer's name to its products."""
     if not layers:
         return lambda name: recipe.products
     for rule in recipe.layers.rules:

@@ -85,7 +85,6 @@ class Joint(_Optimizer):
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Moments by name of every parameter, from all parts."""
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
@@ -98,7 +97,6 @@ class Joint(_Optimizer):
             part.step()
 
     def state_dict(self) -> dict[str, list[OptimizerState]]:
-        """Return the states of all parts, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: dict[str, list[OptimizerState]]) -> None:

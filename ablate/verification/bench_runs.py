@@ -131,7 +131,6 @@ class Stepper:
 def stepper(
     recipe: Recipe, layers: int, width: int, tokens: int, device: str, compile: bool = False
 ) -> Stepper:
-    """Return a training run of a gpt with this recipe."""
     from ablate.recipes.recipe import Run
     from ablate.training.loop import Record
     from ablate.training.workloads.gpt import Gpt

@@ -483,7 +483,6 @@ CHECKS = (
 
 
 def by_group(fast: bool, show: Callable[[str], object] | None = None) -> Iterator[tuple[str, list[Row]]]:
-    """Yield each heading with its rows, as `check_result.by_group` does."""
     # One thread, as in a trial. A second one gains little, and on a busy machine it waits for its core.
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]

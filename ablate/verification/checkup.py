@@ -39,7 +39,6 @@ class Checkup:
         self._known = self._subject is not None and passed_checks.known(self._subject)
 
     def start(self) -> None:
-        """Start the process, unless that was done or need not be."""
         if self._process is None and not self._known:
             self._output, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes them
             self._process = subprocess.Popen(
@@ -71,7 +70,6 @@ class Checkup:
             passed_checks.keep(self._subject)
 
     def close(self) -> None:
-        """End the process if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

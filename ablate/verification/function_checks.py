@@ -126,7 +126,6 @@ class _Trial:
 
     @property
     def main(self) -> Tensor:
-        """First argument of the function."""
         if self.field == "scale.rounding":
             return self.tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(min=2.0**-6) * 7
         return self.tiles if self.field in ("rounding", "range.statistic") else self.tiles.view(8, 64)

@@ -25,7 +25,6 @@ class Gpu(NamedTuple):
 
     @property
     def peaks(self) -> Peaks:
-        """FLOP/s by format."""
         peaks = {"bf16": self.bf16, "fp8": self.fp8, "fp4": self.fp4}
         return {name: 1e12 * peak for name, peak in peaks.items() if peak is not None}
 

@@ -44,7 +44,6 @@ def facts() -> Iterator[Fact]:
 
 
 def gpu(number: int) -> Iterator[Fact]:
-    """Yield name, memory and supported formats of one GPU."""
     device = torch.cuda.get_device_properties(number)
     name = f"GPU {number}"
     yield name, f"{device.name}, SM {device.major}.{device.minor}, {device.total_memory / 2**30:.0f} GiB", ""
@@ -53,7 +52,6 @@ def gpu(number: int) -> Iterator[Fact]:
 
 
 def fp4(capability: tuple[int, int]) -> str:
-    """Return the NVFP4 support of a compute capability."""
     if capability in TRAINS_FP4:
         return "trains"
     if capability in WITHOUT_CAST:
@@ -64,7 +62,6 @@ def fp4(capability: tuple[int, int]) -> str:
 
 
 def library() -> str:
-    """Return the versions of Transformer Engine and of its native part."""
     main = installed("transformer-engine")
     if main is None:
         return "not installed"

@@ -106,7 +106,6 @@ class Ranking:
         return {title: names for title, names in made.items() if names}
 
     def pairs(self, names: Sequence[str]) -> dict[tuple[str, str], Order]:
-        """Return the order of each pair of some recipes of one group."""
         return {
             (first, second): compare(self.measured[first], self.measured[second])
             for first, second in combinations(names, 2)
@@ -120,7 +119,6 @@ class Ranking:
         return [(self.measured[a].recipe, self.measured[b].recipe) for a, b in turned]
 
     def document(self) -> dict[str, object]:
-        """Return errors, orders and the measured accuracy of the rule as JSON data."""
         recipes = [
             {
                 "recipe": name,

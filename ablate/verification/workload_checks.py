@@ -133,7 +133,6 @@ class Runs:
         checkpoints: Checkpoints | None = None,
         forks: Forks | None = None,
     ) -> Generator[Record, None, None]:
-        """Run the workload, show the progress, and collect the files that it opens."""
         self._begun += 1
         self.show(f"run {self._begun} of about 8")
         run = TrialRun(recipe or self.recipe, seed, "emulated", self.device, telemetry, checkpoints, forks)

@@ -45,7 +45,6 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Return the hash of all that determines the tokens."""
         fraction = self.val_fraction if self.val is None else None
         return key_of(
             _VERSION, self.content, identity(self.tokenizer), fraction, self.shard_tokens, self.tokens

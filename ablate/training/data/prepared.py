@@ -149,7 +149,6 @@ def read(folder: Path) -> tuple[About, Joined, Joined]:
 
 
 def _sampled(folder: Path, parts: Sequence[SplitAbout], vocab: int) -> tuple[list[Joined], str]:
-    """Return the ids of both parts, and the hash of windows of them."""
     digest, texts = hashlib.sha256(), []
     for part in parts:
         paths = [folder / name for name in part.shards]

@@ -60,7 +60,6 @@ class Joined:
         return int(self._ends[-1])
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """Return all ids as one array in memory."""
         return np.asarray(self[:], dtype)
 
     def digest(self) -> str:
@@ -71,7 +70,6 @@ class Joined:
         return digest.hexdigest()
 
     def __getitem__(self, window: slice) -> np.ndarray:
-        """Return a contiguous window, which may span several files."""
         start, stop, _ = window.indices(len(self))
         windows = []
         for number in range(int(np.searchsorted(self._ends, start, side="right")), len(self._parts)):
@@ -152,7 +150,6 @@ class Writer:
         self._room = 0
 
     def add(self, ids: np.ndarray) -> None:
-        """Append ids, in as many files as they need."""
         ids = ids.astype(self._dtype)
         self._digest.update(ids.data)
         self.tokens += len(ids)

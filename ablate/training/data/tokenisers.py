@@ -47,7 +47,6 @@ class Tokeniser(NamedTuple):
 
     @property
     def dtype(self) -> type:
-        """Return the type that ids are stored as."""
         return np.uint16 if self.vocab <= 1 << 16 else np.uint32
 
 
@@ -117,7 +116,6 @@ def _read(path: Path) -> "Tokenizer":
 
 
 def _wrapped(library: "Tokenizer", word: str) -> Tokeniser:
-    """Return a `tokenizers.Tokenizer` as a `Tokeniser`."""
     library.no_truncation()  # a published tokeniser may truncate and pad, as for single sentences
     library.no_padding()
     ids = library.get_vocab(with_added_tokens=True)

@@ -171,7 +171,6 @@ def _saved(source: str, load: Callable[..., T], why: str, **options: object) -> 
 
 
 def _message(error: Exception) -> str:
-    """Return a library's message in one line of at most 300 characters."""
     return shorten(str(error).strip() or type(error).__name__, 300, placeholder=" ...").rstrip(".")
 
 

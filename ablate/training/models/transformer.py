@@ -148,7 +148,6 @@ class MixtureBlock(Block):
 
 
 def block_of(shape: TransformerShape) -> Block:
-    """Return a block with the attention, and the MLP or mixture of experts, that the shape names."""
     attention = Attention(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.deterministic)
     if shape.experts is None:
         return Block(shape.width, attention, MLPS[shape.mlp](shape.width, shape.hidden_width))

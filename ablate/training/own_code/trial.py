@@ -357,7 +357,6 @@ class Trial:
     # --- for the workload -----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Record what is left, after the function has returned."""
         if self._done == 0:
             raise RuntimeError(
                 "the training function took no step: put each step inside `with trial.step():`"
@@ -505,7 +504,6 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _generators() -> dict[str, object]:
-    """Return the states of the global generators, as numbers and tensors."""
     version, words, gauss = random.getstate()
     state: Any = np.random.get_state()  # typed as a dictionary or a tuple, by an argument
     kind, keys, position, has_gauss, cached = state

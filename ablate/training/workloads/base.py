@@ -93,7 +93,6 @@ class Workload(Spec):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Names of the layers that a recipe applies to."""
         return tuple(layer.name for layer in self.linear_layers)
 
     @property

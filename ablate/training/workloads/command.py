@@ -246,13 +246,11 @@ class Command(OwnCode):
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """Layers of the model that `export` names, from which rules select."""
         from ablate.training.models.described import outline
 
         return () if self.export.model is None else outline(self.export.model).layers
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field of a recipe that a stack of the command cannot express."""
         try:
             self.exported(recipe, dict.fromkeys(PLACEHOLDERS, "0"), Path("export"))
         except NotExpressed as lost:
@@ -260,7 +258,6 @@ class Command(OwnCode):
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Names of the training stacks in `run`, each once."""
         named = (stack for token in shlex.split(self.run) for stack in stacks_in(token)[0])
         return tuple(dict.fromkeys(named))
 

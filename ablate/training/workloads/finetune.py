@@ -189,7 +189,6 @@ class Finetune(TextWorkload):
         yield from super().compute(run)
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """Return the model, with the weights from which it starts, and windows of the text."""
         from ablate.engines.products import DTYPES
         from ablate.training.models.causal import build, logits, loss
 

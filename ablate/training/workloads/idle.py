@@ -56,7 +56,6 @@ class Idle(Workload):
         return iter(())
 
     def identity(self) -> dict[str, Json]:
-        """Return all fields but the seconds of sleep."""
         return {**self.canonical({"seconds"})}
 
     def fingerprint(self) -> str:

@@ -47,7 +47,6 @@ class OwnCode(Workload):
 
     @property
     def watch(self) -> Watch | None:
-        """Judge of a run's losses, if there is one."""
         from ablate.training.guard import Watch
 
         return Watch(Guard(loss=self.guard_loss)) if self.guard_loss else None
@@ -60,5 +59,4 @@ class OwnCode(Workload):
         return range(self.log_every, self.steps, self.log_every)
 
     def cost(self, quantised: bool) -> float:
-        """Return a guess until a trial has been measured."""
         return _SECONDS_A_STEP * self.steps * (2 if quantised else 1)

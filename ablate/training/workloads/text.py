@@ -168,7 +168,6 @@ class TextWorkload(Training, Workload):
         return f"{self.corpus.fingerprint}-{fingerprint(self.model)}"
 
     def summary(self) -> dict[str, float]:
-        """Return the corpus's unigram entropy in nats."""
         return {"data/unigram_entropy": self.corpus.unigram_entropy()}
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -212,7 +211,6 @@ class TextWorkload(Training, Workload):
             self.leave(prepared, run.checkpoints.artifacts)
 
     def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
-        """Return the subject with the recipe applied to the linear layers inside its blocks."""
         import torch
 
         from ablate.engines import converter
@@ -248,7 +246,6 @@ class TextWorkload(Training, Workload):
         checkpoints: Checkpoints | None = None,
         twin: Twin | None = None,
     ) -> Iterator[Record]:
-        """Train the model from `prepare` and yield its records, with derived metrics."""
         from ablate.training.loop import train
 
         yield from self._derived(train(run, self, telemetry, checkpoints, twin))
@@ -284,7 +281,6 @@ class TextWorkload(Training, Workload):
         ]
 
     def parameters(self) -> int:
-        """Return the number of weights of a `transformers` model."""
         return self.outline.parameters if self.outline else 0
 
     def cost(self, quantised: bool) -> float:

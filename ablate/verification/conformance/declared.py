@@ -57,13 +57,11 @@ def top(quant: Quant) -> float:
 
 
 def rounded_scale(exact: Tensor, quant: Quant) -> Tensor:
-    """Return exact block scales rounded to the scales' format."""
     assert quant.scale is not None
     return round_scale(exact.clamp(max=FLT_MAX), quant.scale)
 
 
 def exact_scale(a: Tensor, outer: Tensor, quant: Quant) -> Tensor:
-    """Return the block scales before they are rounded to their format, fp32."""
     return (a * (outer * torch.full_like(outer, 1 / top(quant)) * quant.range.headroom)).clamp(max=FLT_MAX)
 
 
@@ -295,7 +293,6 @@ def check(variants: Mapping[str, str], properties: Iterable[str]) -> None:
 
 
 def split(value: str) -> list[str]:
-    """Return the words of one entry of `Subject.variants`."""
     return [word for part in value.split(",") if (word := part.strip())]
 
 

@@ -87,7 +87,6 @@ class Examination:
     """Functions of the properties that did not end so."""
 
     def begin(self, name: str) -> None:
-        """Begin a property, of which nothing is known yet."""
         self.name, self.failed, self.declarable, self.form = name, [], [], ""
 
     @property
@@ -102,12 +101,10 @@ class Examination:
 
     @property
     def square(self) -> Quant:
-        """Quantiser of `Subject.cast_square`."""
         return self._quant(lambda quant: quant.tile[0] > 1 and not quant.draws)
 
     @property
     def stochastic(self) -> Quant:
-        """Quantiser of `Subject.cast_stochastic`."""
         return self._quant(lambda quant: quant.rounding == "stochastic")
 
     @property
@@ -146,7 +143,6 @@ class Examination:
         return sorted(size for size in sizes if size[1] % quant.tile[1])
 
     def takes(self, dtype: str) -> bool:
-        """Return True if the subject takes tensors of a dtype, by torch's name."""
         return dtype in self.subject.dtypes
 
     def typed(self, x: Tensor, dtype: str = "bfloat16") -> Tensor:
@@ -265,7 +261,6 @@ def reference(x: Tensor, quant: Quant) -> Numbers:
 
 
 def compared(x: Tensor, got: Numbers, quant: Quant, where: str = "") -> Pair:
-    """Return the numbers of a subject's cast beside those of the recipe's."""
     expected = reference(x, quant)
     return Pair(x, got, expected, quant, differences(got, expected, quant.tile[1]), where)
 

@@ -199,7 +199,6 @@ class Differences:
 
     @property
     def count(self) -> int:
-        """Number of elements and block scales that differ."""
         return int(self.elements.sum()) + int(self.blocks.sum())
 
     def first(self, length: int) -> tuple[int, int] | None:

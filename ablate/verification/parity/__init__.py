@@ -86,7 +86,6 @@ class ParityRun:
         self._started, self._clock = time.time(), time.monotonic()
 
     def suites(self) -> list[Callable[[Bench, Any], Iterator[Check]]]:
-        """Return the functions that yield the checks of a family, apart from the training."""
         return [exact_casts, exact_products, stochastic_draws]
 
     def checks(self) -> list[Check]:
@@ -102,14 +101,12 @@ class ParityRun:
         ]
 
     def groups(self, show: Callable[[str], None] | None = None) -> Iterator[tuple[str, list[Row]]]:
-        """Run the checks; yield each heading with its rows, as `by_group` does."""
         for group, pairs in by_group(self.checks(), show):
             self.rows += [(check.family, group, row) for check, row in pairs]
             yield group, [row for _, row in pairs]
 
     @property
     def label(self) -> str:
-        """Name and version of what is compared."""
         return f"Transformer Engine {self.machine.version}"
 
     def subject(self) -> Iterator[Row]:
@@ -145,7 +142,6 @@ class ParityRun:
 
     @property
     def agrees(self) -> bool:
-        """True if no row is off."""
         return not any(row.ok is False for _, _, row in self.rows)
 
     def verdict(self) -> str:
@@ -174,7 +170,6 @@ class ParityRun:
         )
 
     def document(self) -> ParityDocument:
-        """Return the whole run as JSON values."""
         return {
             "engine": self.bench.engine,
             "verdict": parity_record.AGREES if self.agrees else parity_record.OFF,
@@ -193,7 +188,6 @@ class ParityRun:
 
     @property
     def losses(self) -> dict[str, dict[str, list[float]]]:
-        """Losses of the runs of each preset that was trained."""
         return {TRAINED[curves.family]: curves.losses for curves in self.curves}
 
     def draw(self, path: Path) -> Path | None:

@@ -125,7 +125,6 @@ def _compared(case: Case, bench: Bench) -> Iterator[Row]:
 
 
 def _reference(case: Case, x: Tensor, way: str) -> Cast:
-    """Return the emulator's copy of a CPU tensor, computed by its reference quantiser."""
     rotation = case.rotation if way == "columnwise" else None
     x = x if way == "rowwise" else x.t()
     made = of_operand(quantize(x, case.quant, rotation=rotation, keep=True), *x.shape)

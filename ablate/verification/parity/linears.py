@@ -189,7 +189,6 @@ def grouped(
 
 
 def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, Sums]:
-    """Return the sums of y, dx and dw."""
     layer, given, sums = next(pair(sample, products)), sources(sample.x, sample.w, sample.dy), {}
     for what, slots in PAIRS.items():
         spec = getattr(products, slots[0].partition(".")[0])

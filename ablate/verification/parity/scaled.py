@@ -96,12 +96,10 @@ class ScaledRun(ParityRun):
 
     @property
     def label(self) -> str:
-        """Name and version of what is compared."""
         library = f" with FlashInfer {self.machine.flashinfer}" if self.bench.engine != SCALED else ""
         return f"{self.bench.engine} of torch {torch.__version__}{library}"
 
     def suites(self) -> list[Callable[[Bench, Any], Iterator[Check]]]:
-        """Return the functions that yield the checks of a family, apart from the training."""
         return [
             partial(self._each, "Operands, byte for byte", _bytes),
             partial(self._each, "Products, forward and backward", _products),
@@ -110,12 +108,10 @@ class ScaledRun(ParityRun):
     def _each(
         self, group: str, check: Callable[..., Iterator[Row]], bench: Bench, family: str
     ) -> Iterator[Check]:
-        """Yield a check of each recipe over all shapes."""
         for name, products in recipes(bench, family):
             yield Check(group, partial(check, self.native, bench, name, products), title=name)
 
     def subject(self) -> Iterator[Row]:
-        """Yield device, versions, and the families that are left out, with the reason."""
         facts = self.environment()
         device = facts.get("gpu") or facts.get("cpu", "")
         yield Row("device", ", ".join(filter(None, [device, facts.get("capability")])))
@@ -140,7 +136,6 @@ class Recorded(ScaledLinear):
         self.seen: list[tuple[Operand, Operand, Family, torch.dtype, Tensor, Tensor]] = []
 
     def native_product(self, a: Operand, b: Operand, family: Family, out: torch.dtype) -> Tensor:
-        """Return the product as the engine computes it."""
         result = super().native_product(a, b, family, out)
         self.seen.append((a, b, family, out, result.detach(), product(a, b, out).detach()))
         return result

@@ -205,8 +205,6 @@ class TwinProducts:
         return y if bias is None else (y + bias).to(x.dtype)
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
-        """Return the product of two operands with reordered terms."""
-
         def reordered(part: Operand) -> Operand:
             permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
             return Operand(part.values[:, permutation], part.quant, part.amax)
