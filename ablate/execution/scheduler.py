@@ -36,7 +36,7 @@ from ablate.store.judged_files import keep
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED, Member
 from ablate.store.trial_store import Result, Store
-from ablate.training.data.facts import facts
+from ablate.training.data.corpus import facts
 from ablate.training.workloads import context_free
 
 _END_SECONDS = 10.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ablate.numerics.spec import Quant
     from ablate.recipes.recipe import Recipe
     from ablate.training.conversion import Conversion
-    from ablate.training.quantised import Quantised
+    from ablate.training.metrics import Quantised
 
 
 def convert(
@@ -135,7 +135,7 @@ def quantize(
             number.
     """
     from ablate.numerics.spec import Quant
-    from ablate.training.quantised import quantised
+    from ablate.training.metrics import quantised
 
     spec = recipe if isinstance(recipe, Quant) else _resolved(recipe, set)
     return quantised(x, spec, slot, seed=seed, step=step, layer=layer)

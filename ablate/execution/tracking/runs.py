@@ -22,7 +22,7 @@ from ablate.store.ledger_rows import ArmRow, Member
 from ablate.training.metric_names import DAMAGE, GUARD_STOPPED, is_added, parse, trackable
 
 if TYPE_CHECKING:
-    from ablate.training.data.facts import DataFacts
+    from ablate.training.data.corpus import DataFacts
 
 NOTE = "mlflow.note.content"
 """Tag with the description of a run."""

@@ -5,8 +5,7 @@ counter from the seed.
 """
 
 from ablate.training.data.corpus import Corpus, open_corpus
-from ablate.training.data.kinds import located, places, without_places
-from ablate.training.data.sources import Shards
+from ablate.training.data.sources import Shards, located, places, without_places
 
 __all__ = [
     "Corpus",

@@ -1,4 +1,5 @@
-"""Text as tokens: opens each source of text as a `Corpus`, tokenising it if that has not been done yet."""
+"""Text as tokens: opens each source of text as a `Corpus`, tokenising it if that has not been done yet, and
+describes it for people (`facts`)."""
 
 import hashlib
 import importlib.util
@@ -9,11 +10,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 
 from ablate.cache import kept, root
-from ablate.training.data import documents, jobs, prepared, shards
+from ablate.errors import redact
+from ablate.training.data import documents, hub, jobs, prepared, shards
 from ablate.training.data.shards import Tokens
 from ablate.training.data.sources import HubText, PreparedText, Shards, TextFiles, TextSource
 
@@ -154,3 +157,51 @@ def _made(job: jobs.Job, name: str) -> Corpus:
 def _of_folder(folder: Path) -> Corpus:
     about, train, val = prepared.read(folder)
     return Corpus(train, val, about.vocab, about.fingerprint, about.bytes_per_token)
+
+
+class DataFacts(TypedDict):
+    """Description of a source of data, without passwords, as the ledger stores it."""
+
+    name: str
+    type: str
+    """`local`, `hugging_face` or `package`."""
+    source: dict[str, str]
+    """Location of the data."""
+    columns: dict[str, str]
+    """Types of the columns, as text."""
+    counts: dict[str, float]
+    """Numbers of tokens and of ids, and bytes per token."""
+
+
+def facts(source: TextSource) -> DataFacts:
+    """Return the description of a source, whose data are opened, and tokenised if not done yet.
+
+    OSError and ValueError as of `open_corpus`.
+    """
+    name, kind, location = _location(source)
+    corpus = open_corpus(source)
+    counts = {"train tokens": float(len(corpus.train)), "validation tokens": float(len(corpus.val))}
+    counts["vocabulary"] = corpus.vocab
+    if corpus.bytes_per_token:
+        counts["bytes per token"] = round(corpus.bytes_per_token, 4)
+    columns = {"token": f"integer from 0 to {corpus.vocab - 1}"}
+    return {
+        "name": redact(name),
+        "type": kind,
+        "source": {key: redact(value) for key, value in location.items() if value},
+        "columns": columns,
+        "counts": counts,
+    }
+
+
+def _location(source: TextSource) -> tuple[str, str, dict[str, str | None]]:
+    if isinstance(source, str):
+        return source, "package", {"name": source}
+    if not isinstance(source, HubText):
+        path = getattr(source, source.PATHS[0])
+        return path, "local", {"uri": path}
+    if hub.local(source.dataset):
+        return source.dataset, "local", {"uri": source.dataset, "split": source.split}
+    commit = hub.version(source.dataset, source.revision, "")
+    named = {"path": source.dataset, "config_name": source.config, "split": source.split, "revision": commit}
+    return source.dataset, "hugging_face", named

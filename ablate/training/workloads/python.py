@@ -1,7 +1,7 @@
 """Workload that is a user's own training function, in a file beside the experiment.
 
     workload: {python: {file: train.py, function: train, steps: 300, config: {width: 256, lr: 1.0e-3}}}
-    workload: {python: {function: package.train:main, steps: 300}}
+    workload: {python: {function: package.train:main, steps: 300}}    # of the folder, or installed
 
 The function gets an `ablate.Trial` (training/own_code/trial.py). The file is read to plan a sweep and
 imported only in the processes of trials. What a trial is depends on the content of the file and of the files
@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -21,11 +22,10 @@ from pydantic import Field
 
 from ablate import own_source
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
-from ablate.errors import InputError, first_line
-from ablate.own_source import Code
+from ablate.errors import InputError, first_line, nearest
+from ablate.own_source import Code, functions
 from ablate.recipes.recipe import Run
 from ablate.training.metric_names import ENDINGS, is_added
-from ablate.training.own_code import user_code
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ablate.training.loop import Record
     from ablate.training.trial_run import TrialRun
 
+GROUP = "ablate.workloads"
+"""Group of entry points by which installed packages offer training functions."""
 _LISTED = ", or list the file under sources"
 
 
@@ -74,7 +76,7 @@ class Python(OwnCode):
 
     @property
     def _code(self) -> Code:
-        return user_code.find(Path(self.file).expanduser(), self.function)
+        return code_of(Path(self.file).expanduser(), self.function)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         code: Code | None = None
@@ -83,7 +85,7 @@ class Python(OwnCode):
         except ValueError as error:
             yield "function", str(error)
         else:
-            if why := user_code.problem(code):
+            if why := misfit(code):
                 yield ("function" if "function" in why and code.path.is_file() else "file"), why
                 code = None
         for name, values in (("start", (self.start,) if self.start else ()), ("data", self.data)):
@@ -98,7 +100,7 @@ class Python(OwnCode):
             else:
                 hidden = own_source.hidden_files(code) if not self.sources else ()
                 yield from (("file", f"{place}: list such files under sources") for place in hidden)
-                if user_code.declares_config(code):
+                if declares_config(code):
                     from ablate.training.config_schema import misfits
 
                     for place, why in misfits(code, self.config):
@@ -144,7 +146,7 @@ class Python(OwnCode):
         code = self._code
         own_source.drop_old_bytecode(own_source.files_of(code, self.sources))
         watch = own_source.Watch(self.files())
-        function, declared = own_source.load(code), user_code.declares_config(code)
+        function, declared = own_source.load(code), declares_config(code)
         watch.refuse(_LISTED)
         length = Run(window.steps, self.tokens_per_step) if window else self.length
         start = Path(self.start).expanduser() if self.start else None
@@ -194,3 +196,50 @@ def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]
     if record.step == window.last:
         kept |= {window.metric(name): record.metrics[name] for name in logged}
     return kept
+
+
+def code_of(place: Path, function: str) -> Code:
+    """Return the code that a workload's `file` and `function` name: `train` in the file `place`; or, if
+    `place` is a folder, `package.module:train` or the name of an entry point. ValueError if there is no such
+    module or entry point."""
+    if not place.is_dir():
+        return Code(place, function, place.parent)
+    if ":" not in function:
+        known = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+        if function not in known:
+            offered = f"; installed packages offer {', '.join(sorted(known))}" if known else ""
+            raise ValueError(
+                f"{function!r} names no training function: give `file: train.py` with it,"
+                f" `function: module:function`, or an entry point of the group {GROUP}{offered}"
+            )
+        function = known[function]
+    return own_source.find(place, function)
+
+
+def misfit(code: Code) -> str | None:
+    """Return why a function cannot be a workload; None if it can."""
+    path, function = code.path, code.function
+    try:
+        known = functions(path)
+    except SyntaxError as error:
+        return f"{path}:{error.lineno}: {error.msg}"
+    except UnicodeDecodeError:
+        return f"{path} is no Python file"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if function not in known:
+        return f"{path} has no function {function!r} at its top level; {nearest(function, known)}"
+    taken = known[function].args
+    parameters = [*taken.posonlyargs, *taken.args]
+    required = len(parameters) - len(taken.defaults)
+    if not parameters or required > 2:
+        where = f"{path}:{known[function].lineno}"
+        return f"{where}: {function} must take one argument, the trial, or two: trial and config"
+    return None
+
+
+def declares_config(code: Code) -> bool:
+    """Return True if the function's second parameter is annotated, so that its class checks the config."""
+    taken = functions(code.path)[code.function].args
+    parameters = [*taken.posonlyargs, *taken.args]
+    return len(parameters) > 1 and parameters[1].annotation is not None

@@ -5,9 +5,8 @@ import json
 import pytest
 from support.corpus import write_shards
 
-from ablate.training.data import facts as module
-from ablate.training.data.corpus import Corpus
-from ablate.training.data.facts import facts
+from ablate.training.data import corpus as module
+from ablate.training.data.corpus import Corpus, facts
 from ablate.training.data.sources import HubText, TextFiles
 
 pytestmark = pytest.mark.usefixtures("cache")

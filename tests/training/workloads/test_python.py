@@ -29,9 +29,8 @@ from ablate.recipes import PRESETS
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Window
 from ablate.training.loop import Record, Telemetry
-from ablate.training.own_code import user_code
 from ablate.training.trial_run import TrialRun
-from ablate.training.workloads.python import Python, in_window
+from ablate.training.workloads.python import Python, code_of, in_window
 from ablate.verification.workload_checks import Runs, promises
 
 UNMEASURED = Telemetry(every=0, shadow=0, log=1)
@@ -220,7 +219,7 @@ def test_a_function_may_be_an_entry_point_of_an_installed_package(code, tmp_path
         given = workload(code, file=str(code), function=function)
         assert list(given.problems()) == []
         assert losses(given) == expected
-    own = {path.name for path in own_source.closure(user_code.find(code, "my_loop"))}
+    own = {path.name for path in own_source.closure(code_of(code, "my_loop"))}
     assert own == {"__init__.py", "loop.py", "model.py"}  # no other installed module
     before = given.fingerprint()
     (package / "model.py").write_text((package / "model.py").read_text() + "# edited\n")
@@ -271,7 +270,7 @@ def test_an_edit_of_the_code_is_another_trial_and_an_unrelated_file_is_not(code)
     (code / "package" / "part.py").write_text("VALUE = 1\n")
     changed(code, ("import torch\nfrom model", "import torch\nfrom package import part\nfrom model"))
     before = spec_id(workload(code))
-    assert {path.name for path in own_source.closure(user_code.find(code / "train.py", "train"))} == {
+    assert {path.name for path in own_source.closure(code_of(code / "train.py", "train"))} == {
         "train.py",
         "model.py",
         "__init__.py",
