@@ -220,6 +220,17 @@ class Examination:
         return decided(cases, sum(pair.difference.count for pair in wrong), first_block(wrong[0]), detail)
 
 
+@dataclass(frozen=True)
+class Property:
+    """Promise of a recipe that can be examined from outside: `properties.PROMISES` has its sentence."""
+
+    name: str
+    function: str
+    """Function of the subject that is called: a field of `Subject`."""
+    compare: Callable[[Examination], Row]
+    """Calls the function and compares; its docstring names the tolerance, with its cause."""
+
+
 def _tied(pair: Pair) -> bool:
     """Return True if the recipe's and the subject's codes are equally near wherever they differ."""
     wrong, expected, got = pair.difference.elements, pair.expected, pair.got

@@ -12,11 +12,11 @@ from ablate.verification.conformance.declared import ALL, check, hint, suggestio
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
+    Property,
     RefusedError,
     explains,
 )
-from ablate.verification.conformance.properties import PROPERTIES
-from ablate.verification.conformance.properties.property import Property
+from ablate.verification.conformance.properties import PROMISES, PROPERTIES
 from ablate.verification.conformance.result import Outcome, Row, Wrong, counts
 from ablate.verification.conformance.source import as_subject
 from ablate.verification.conformance.stages import first_wrong_stage
@@ -104,7 +104,7 @@ def examined(bench: Examination, one: Property) -> Row:
         row = replace(row, stage=stage, wrong=wrong)
     declare = _declaration(bench)
     more = ". ".join(filter(None, (row.detail, declare)))
-    return replace(row, detail=f"promised: {one.promise} {more}".strip(), declare=declare)
+    return replace(row, detail=f"promised: {PROMISES[one.name]} {more}".strip(), declare=declare)
 
 
 def _declaration(bench: Examination) -> str:

@@ -14,6 +14,7 @@ from ablate.verification.conformance.declared import words_of
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
+    Property,
     compared,
     expanded,
     explained_by_variants,
@@ -22,7 +23,6 @@ from ablate.verification.conformance.examination import (
 )
 from ablate.verification.conformance.numbers import FP32_ROUNDINGS, Numbers, far, unequal
 from ablate.verification.conformance.properties.casts import byte_scales, equal, poison
-from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Outcome, Row, decided
 from ablate.verification.conformance.subject import Quantised
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from ablate.numerics.formats import SCALES
 from ablate.numerics.spec import Quant
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.examination import Examination, NotApplicableError
-from ablate.verification.conformance.properties.property import Property
+from ablate.verification.conformance.examination import Examination, NotApplicableError, Property
 from ablate.verification.conformance.result import Row
 
 SHAPES = (

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.examination import Examination, NotApplicableError, RefusedError
+from ablate.verification.conformance.examination import (
+    Examination,
+    NotApplicableError,
+    Property,
+    RefusedError,
+)
 from ablate.verification.conformance.properties.product import (
     NAMES,
     Experts,
@@ -25,7 +30,6 @@ from ablate.verification.conformance.properties.product import (
     side,
     worst,
 )
-from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.reference_product import (
     exact_products,
     plain_products,

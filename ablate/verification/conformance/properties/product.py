@@ -17,10 +17,14 @@ from ablate.numerics.choices import SIGNS
 from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import Products
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.examination import Examination, NotApplicableError, RefusedError
+from ablate.verification.conformance.examination import (
+    Examination,
+    NotApplicableError,
+    Property,
+    RefusedError,
+)
 from ablate.verification.conformance.examination import judged as of_elements
 from ablate.verification.conformance.properties.calls import repeated
-from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.reference_product import (
     OPERANDS,
     Exact,

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.hadamard import TE_SIGNS, butterflies
-from ablate.verification.conformance.examination import Examination, RefusedError
+from ablate.verification.conformance.examination import Examination, Property, RefusedError
 from ablate.verification.conformance.numbers import unequal
-from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Row, decided
 from ablate.verification.conformance.stages import number_ranges
 

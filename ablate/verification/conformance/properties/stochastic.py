@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
+from ablate.verification.conformance.examination import Examination, NotApplicableError, Property, reference
 from ablate.verification.conformance.numbers import Numbers, far, over_elements
-from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Block, Outcome, Row, decided
 
 SIGMAS = 5.0
