@@ -124,7 +124,8 @@ class Conversion:
         self._casts: Casts = {}
         self._origin: Origin | None = None
         self._hooks = self._optimizer_hooks()
-        engine.context.called, engine.context.returned = self._begin_call, self._end_call
+        engine.context.called = self._begin_call
+        engine.context.returned = lambda layer, micro_batch: self._calls.end(layer, micro_batch)
         for layer in engine.layers.values():
             layer.compiled = None if isinstance(layer, EmulatedExpert) else operator(layer)
         engine.end(_OUTSIDE.format(self._handle))
@@ -443,9 +444,6 @@ class Conversion:
         self._calls.begin(layer, self.engine.clock.micro_batch)
         self._used = True
         return self.engine.clock.micro_batch
-
-    def _end_call(self, layer: EmulatedLinear, micro_batch: int) -> None:
-        self._calls.end(layer, micro_batch)
 
     def _refuse_nesting(self, context: str) -> None:
         if self._within == "restored":

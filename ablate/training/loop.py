@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines import makes_operands
-from ablate.engines.emulated import Engine
 from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.ranks import whole
 from ablate.engines.routing import Recorder, recorded
@@ -314,7 +313,10 @@ class Loop:
         recipe = engine.at(step, self.plan)
         every = telemetry.every
         measured = every > 0 and (step % every == 0 or step == self.last - 1)
-        look = Look(measured, _shadows(recipe, step, telemetry, engine))
+        # The gradient is compared for telemetry, or for a trigger of the schedule.
+        periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
+        compared = not recipe.plain and any(period > 0 and step % period == 0 for period in periods)
+        look = Look(measured, compared)
         start = time.perf_counter()
         loss, norm = self.world.broadcast(self._gradient_of(step, look))
         verdict, origin = self.watch.judge(loss, norm), None
@@ -472,12 +474,6 @@ class Loop:
     def _gradients(self) -> list[Tensor]:
         """Return the gradients of all trained parameters; zeros for one that the loss does not depend on."""
         return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters]
-
-
-def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
-    """Return True if this step compares the gradient, for telemetry or for a trigger of the schedule."""
-    periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
-    return not recipe.plain and any(period > 0 and step % period == 0 for period in periods)
 
 
 @dataclass

@@ -61,6 +61,9 @@ without quantisation."""
 PRODUCTS = "gemm"
 """Family of the errors of products."""
 
+_CELL = re.compile(rf"{FORK}/([0-9]+)/(0*[1-9][0-9]*)/(.+)", re.DOTALL)
+_PART = re.compile(rf"{EVALUATED}/([0-9]+)/(.+)", re.DOTALL)
+"""Names with numbers as records have them: a user's own metric may be `evaluated/gsm8k/accuracy`."""
 _OF_WINDOWS = frozenset({FORK, EVALUATED})
 _WITH_SLOTS = frozenset({"quant", PRODUCTS, "mean"})
 _OF_DATA = frozenset({"train", "val"})
@@ -228,11 +231,8 @@ def window_metric(position: int, window: int, metric: str) -> str:
 
 def cell_of(metric: str) -> tuple[int, int, str] | None:
     """Return position, window and reading of a window's metric; None for any other metric."""
-    family, _, rest = metric.partition("/")
-    position, _, rest = rest.partition("/")
-    window, _, own = rest.partition("/")
-    is_cell = family == FORK and own and _is_number(position) and _is_number(window) and int(window) > 0
-    return (int(position), int(window), own) if is_cell else None
+    cell = _CELL.fullmatch(metric)
+    return (int(cell[1]), int(cell[2]), cell[3]) if cell else None
 
 
 def part_metric(number: int, metric: str) -> str:
@@ -242,11 +242,5 @@ def part_metric(number: int, metric: str) -> str:
 
 def part_of(metric: str) -> tuple[int, str] | None:
     """Return number and reading of a metric of one part of the validation data; None for any other metric."""
-    family, _, rest = metric.partition("/")
-    number, _, own = rest.partition("/")
-    return (int(number), own) if family == EVALUATED and own and _is_number(number) else None
-
-
-def _is_number(part: str) -> bool:
-    """Return True for a number as records have it: a user's own metric may be `evaluated/gsm8k/accuracy`."""
-    return part.isascii() and part.isdecimal()
+    part = _PART.fullmatch(metric)
+    return (int(part[1]), part[2]) if part else None

@@ -81,12 +81,6 @@ class Operands:
     def size(self) -> int:
         return self.x.numel() + self.w.numel() + self.dy.numel()
 
-    def refuse_zeros(self) -> None:
-        """Raise InputError if a tensor is zero everywhere: it has no relative error."""
-        for name in ("x", "w", "dy"):
-            if not getattr(self, name).any():
-                raise InputError(f"{self.layer}: {name} is zero everywhere, so its error is not defined")
-
     def of(self, slot: str) -> Tensor:
         """Return the operand of a slot in bf16 [rows, contraction]."""
         product, name = slot.split(".")
@@ -194,7 +188,9 @@ class Caster:
         error = errors / count / power
         if not draws:
             return error, error
-        return error, _inner(halves[0], halves[1]) / (count // 2) ** 2 / power
+        # A square of fp32 underflows below 1e-19.
+        inner = (halves[0].double() * halves[1].double()).sum().item()
+        return error, inner / (count // 2) ** 2 / power
 
     def _made(self, name: str, source: Tensor, cast: Cast, batch: int, draw: int) -> Tensor:
         """Return an operand as its product receives it, rotated back, fp32 [rows, contraction]."""
@@ -212,10 +208,6 @@ class Caster:
         layer.histories[slot] = self._histories[name, cast, draw]
         parts = layer.operand(source, slot, quant, rotation)
         return layer.whole(parts, slot, rotation, source.shape[1])
-
-
-def _inner(a: Tensor, b: Tensor) -> float:
-    return (a.double() * b.double()).sum().item()  # a square of fp32 underflows below 1e-19
 
 
 def _power(a: Tensor) -> float:
@@ -314,7 +306,9 @@ class _Casting:
 
     def add(self, batch: int, operands: Operands) -> None:
         """Cast a layer's operands, now or with the next ones of its batch."""
-        operands.refuse_zeros()
+        for name in ("x", "w", "dy"):
+            if not getattr(operands, name).any():  # it has no relative error
+                raise InputError(f"{operands.layer}: {name} is zero everywhere, so its error is not defined")
         if batch == len(self.errors):
             self.cast()  # amaxes of a batch are the history of the next one
             self.errors.append({})

@@ -54,8 +54,5 @@ def context_free(result: Mapping[str, object] | None) -> float | None:
     """Return the val/loss of a model that ignores its input, from a trial's result.json, if there is one;
     None if it has no such fact."""
     facts = (result or {}).get("facts")
-    return (
-        next((facts[name] for name in CONTEXT_FREE if name in facts), None)
-        if isinstance(facts, dict)
-        else None
-    )
+    known = facts if isinstance(facts, dict) else {}
+    return next((known[name] for name in CONTEXT_FREE if name in known), None)

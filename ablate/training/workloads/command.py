@@ -297,21 +297,14 @@ class Command(OwnCode):
                 artifacts = own / "artifacts"
             own, artifacts = own.resolve(), artifacts.resolve()
             shutil.rmtree(own / "checkpoint.over", ignore_errors=True)
-            places = {name: own / name for name in ("recipe.json", "config.json", "checkpoint")}
-            for folder in (places["checkpoint"], artifacts):
+            recipe, config, checkpoint = own / "recipe.json", own / "config.json", own / "checkpoint"
+            for folder in (checkpoint, artifacts):
                 folder.mkdir(parents=True, exist_ok=True)
             content = run.recipe.model_dump_json().encode()
-            places["recipe.json"].write_bytes(content)
-            places["config.json"].write_text(json.dumps(self.config))
-            values = {
-                "seed": str(run.seed),
-                "steps": str(self.steps),
-                "device": run.device,
-                "folder": str(artifacts),
-                "recipe": str(places["recipe.json"]),
-                "config": str(places["config.json"]),
-                "checkpoint": str(places["checkpoint"]),
-            }
+            recipe.write_bytes(content)
+            config.write_text(json.dumps(self.config))
+            given = (run.seed, self.steps, run.device, artifacts, recipe, config, checkpoint)
+            values = dict(zip(PLACEHOLDERS, map(str, given), strict=True))
             exports = self.exported(run.recipe, values, artifacts / PLACEHOLDER)
             write(exports, self.stacks)
             variables: dict[str, str | None] = {
@@ -339,7 +332,7 @@ class Command(OwnCode):
                         break
             yield from parsed.finish()
             # Renamed first: a kill would leave part of a checkpoint, from which no command continues.
-            shutil.rmtree(places["checkpoint"].rename(own / "checkpoint.over"))
+            shutil.rmtree(checkpoint.rename(own / "checkpoint.over"))
             shutil.rmtree(own / "runs")
 
 
