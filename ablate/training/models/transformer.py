@@ -5,7 +5,6 @@ mixture of experts of either (mixture.py), untied head, no biases.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,46 +13,7 @@ from torch import Tensor, nn
 from ablate.numerics.product import linear
 from ablate.training import cuda_arithmetic
 from ablate.training.models.mixture import Experts, Mixture, Router
-
-
-class MixtureShape(Protocol):
-    """Numbers of a mixture of experts, as `workloads.gpt.MixtureOfExperts` has them."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def shared(self) -> int: ...
-    @property
-    def auxiliary(self) -> float: ...
-
-
-class TransformerShape(Protocol):
-    """Sizes of a `Transformer`, as a `Gpt` workload has them."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def hidden_width(self) -> int: ...
-    @property
-    def kv_heads(self) -> int | None: ...
-    @property
-    def mlp(self) -> str: ...
-    @property
-    def experts(self) -> MixtureShape | None: ...
-    @property
-    def expert_width(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def deterministic(self) -> bool: ...
+from ablate.training.models.shape import TransformerShape
 
 
 class Norm(nn.Module):
@@ -179,7 +139,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(block(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.width)
         self.head = nn.Linear(shape.width, vocab, bias=False)
-        self.angles = (shape.context, shape.width // shape.heads, shape.rope_theta)
+        self.angles = (shape.width // shape.heads, shape.rope_theta)
         self.auxiliary = shape.experts.auxiliary if shape.experts else 0.0
         self.imbalance: Tensor | None = None
         """Mean of the blocks' load-balancing losses in the last computed loss, without a graph; None without
@@ -187,7 +147,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the mean loss in nats; without targets, the logits [batch * tokens, vocabulary]."""
-        rotation = rotary_table(*self.angles, tokens.device)
+        rotation = rotary_table(tokens.shape[1], *self.angles, tokens.device)
         x = self.embedding(tokens).to(self.dtype)
         imbalances = []
         for block in self.blocks:

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, ClassVar
 
 from ablate.files import Json
-from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
-from ablate.training.hyperparameters import MOST_LAYERS, MOST_WIDTH
-from ablate.training.workloads.text import Architecture, Subject, TextWorkload
+from ablate.training.models.shape import MixtureOfExperts, TransformerShape
+from ablate.training.workloads.text import Subject, TextWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -26,62 +23,14 @@ if TYPE_CHECKING:
 _MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
 _SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "experts", "rope_theta")
 """Fields that do not apply to a model of `transformers`."""
-_MOST_EXPERTS = 512
 
 
-class MixtureOfExperts(Spec):
-    """Experts in place of the MLP of each block (`models.mixture`)."""
-
-    count: int = Field(ge=2, le=_MOST_EXPERTS)
-    """Number of experts."""
-    top_k: int = Field(2, ge=1, le=_MOST_EXPERTS)
-    """Experts that each token is sent to."""
-    hidden: int | None = Field(None, ge=16, le=1 << 48)
-    """Width of one expert; null: the MLP's width divided by top_k + shared, rounded up to a multiple of 32.
-    """
-    shared: int = Field(0, ge=0, le=_MOST_EXPERTS)
-    """Further experts that every token passes through, as one MLP."""
-    auxiliary: float = Field(0.01, ge=0)
-    """Weight of the load-balancing loss of Switch Transformer; 0: none. It is recorded apart, as
-    train/imbalance."""
-
-
-class Gpt(TextWorkload):
+class Gpt(TransformerShape, TextWorkload):
     """Shape of the model, its data, and the training run."""
 
     VERSION: ClassVar[int] = 1
     LATER: ClassVar[frozenset[str]] = frozenset({"experts"})
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
-
-    model: Architecture | None = None
-    """Configuration of `transformers` in place of the next fields: its fields with `model_type`, a folder
-    with config.json, or a name on the hub. Its weights are drawn from the seed."""
-    layers: int = Field(4, ge=1, le=MOST_LAYERS)
-    width: int = Field(128, ge=16, le=MOST_WIDTH)
-    heads: int = Field(4, ge=1, le=MOST_WIDTH)
-    kv_heads: int | None = Field(None, ge=1, le=MOST_WIDTH)
-    """Key and value heads shared by groups of query heads; null: as many as heads."""
-    mlp: Literal["swiglu", "relu2"] = "swiglu"
-    hidden: int | None = Field(None, ge=16, le=1 << 48)
-    """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to a multiple of 32), 4 for relu2."""
-    experts: MixtureOfExperts | None = None
-    """Mixture of experts in place of each MLP, such as {count: 8}; null: none."""
-    rope_theta: float = Field(10000.0, gt=1)
-
-    @property
-    def hidden_width(self) -> int:
-        """MLP's width, computed from the other fields if it is null."""
-        if self.hidden is not None:
-            return self.hidden
-        return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
-
-    @property
-    def expert_width(self) -> int:
-        """Width of one expert; 0 without experts."""
-        if self.experts is None:
-            return 0
-        parts = self.experts.top_k + self.experts.shared
-        return self.experts.hidden or -(-self.hidden_width // (32 * parts)) * 32
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:

@@ -71,11 +71,6 @@ class TextWorkload(Training, Workload):
     resumes: ClassVar[bool] = True
     context_free: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # a field of each subclass
-
-        @property
-        def model(self) -> Architecture | None: ...
-
     data: TextSource = "stdlib"
     """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own data.
 
@@ -83,6 +78,12 @@ class TextWorkload(Training, Workload):
     """
     context: int = Field(128, ge=2, le=1 << 24)
     """Tokens in a sequence."""
+    model: Architecture | None = None
+    """Configuration of `transformers` that replaces the model that the next fields describe.
+
+    It is given as its fields with `model_type`, as a folder with config.json, or as a name on the hub. Its
+    weights are drawn from the seed.
+    """
 
     @property
     def tokens_per_step(self) -> int:
