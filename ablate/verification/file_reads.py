@@ -75,7 +75,6 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def _folders() -> list[Path]:
-    """Return the folders whose files are no input of the user's code."""
     packages = {*sysconfig.get_paths().values(), *site.getsitepackages(), sys.prefix, sys.base_prefix}
     names = [*packages, "/proc", "/sys", "/dev", "/etc", "/usr", str(cache.root())]
     return [Path(name).resolve() for name in names] + [Path(__file__).parents[1].resolve()]

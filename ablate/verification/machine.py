@@ -22,7 +22,6 @@ BF16_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "avx_ne_convert": "AV
 
 
 def facts() -> Iterator[Fact]:
-    """Yield facts about processor, memory, libraries, GPUs and engines."""
     environment = provenance.environment()
     yield "processor", f"{environment['cpu']}, {environment['cores']} cores", ""
     memory = psutil.virtual_memory()

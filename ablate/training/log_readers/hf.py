@@ -40,10 +40,6 @@ class PrintedDicts:
         self._epoch = _Epoch(0.0, 0.0)
 
     def __call__(self, line: str) -> LogRecord | None:
-        """Return the record of a line; None for one without metrics.
-
-        Unreadable if it is cut, or its epoch is not that of the step that its place gives.
-        """
         text = line.strip()
         if not text.startswith("{'") and "'epoch'" not in text:
             return None

@@ -28,7 +28,6 @@ class MetricsRows:
         self._broken = False
 
     def __call__(self, line: str) -> LogRecord | None:
-        """Return the record of a row; None for the header, and for an empty line. Unreadable if it is cut."""
         if self._broken:
             raise Unreadable("a row without a header")
         if not line.strip():

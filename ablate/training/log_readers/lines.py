@@ -59,7 +59,6 @@ class OneRank:
         self._decided = False
 
     def __call__(self, line: str) -> LogRecord | None:
-        """Return the record of a line; None for one without metrics, or of another rank."""
         rank, text = plain(line)
         if self._decided and rank != self._rank:
             if self._rank is None and self._reader(text) is not None:

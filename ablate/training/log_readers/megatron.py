@@ -44,7 +44,6 @@ _SETS = {None: "val", "validation": "final_val", "test": "test"}
 
 
 def read(line: str) -> LogRecord | None:
-    """Return the record of a line; None for one without metrics. Unreadable if it is cut."""
     train, evaluation = _TRAIN.search(line), _EVALUATION.search(line)
     form = train or evaluation
     if form is None:

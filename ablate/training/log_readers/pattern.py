@@ -47,10 +47,6 @@ class Pattern:
         self._names = {name: metric_name(name.replace("__", "/", 1)) for name in groups if name != "step"}
 
     def __call__(self, line: str) -> LogRecord | None:
-        """Return the record of a line; None if it does not match, or has no metric.
-
-        Unreadable if a group is not a number, or the line does not match and has words of one that does.
-        """
         match = self._form.search(line)
         if match is None:
             if self._words and self._words.search(line):

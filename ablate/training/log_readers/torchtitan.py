@@ -33,7 +33,6 @@ _NOT_HERE = -1.0
 
 
 def read(line: str) -> LogRecord | None:
-    """Return the record of a line; None for one without metrics. Unreadable if it is cut."""
     begin = _BEGIN.search(line)
     if begin is None:
         if sum(word in line for word in _WORDS) > 1:

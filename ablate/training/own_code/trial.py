@@ -96,7 +96,6 @@ class Config(dict):
     """The YAML's `config`, whose keys are attributes too: `config.width` and `config["width"]`."""
 
     def __getattr__(self, name: str) -> object:
-        """Return the value of a key; AttributeError that lists the keys if there is none."""
         try:
             return self[name]
         except KeyError:

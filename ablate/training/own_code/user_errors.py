@@ -87,7 +87,6 @@ class UserError:
 
     @property
     def report(self) -> str:
-        """The user's frames, and this error in the last line."""
         return "\n".join((*self.frames, str(self)))
 
 

@@ -225,7 +225,6 @@ class Command(OwnCode):
         return sorted({path for path in paths if path.is_file()})
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""
         run = shlex.join(_FOLDERS.sub(r"\1", token) for token in shlex.split(self.run))
         left_out = {"folder", "sources", "data", "metrics", "log_every", "export"}
         read = {} if self.metrics in _JSON_LINES else {"metrics": self.canonical()["metrics"]}
@@ -284,7 +283,6 @@ class Command(OwnCode):
         return self.exported(recipe, values, Path("TRIAL", PLACEHOLDER))
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
-        """Run the command, and yield a Record for each step of which it logged something."""
         from ablate.training.own_code.command_records import CommandRecords
         from ablate.training.own_code.process_environment import recipe_hash
 

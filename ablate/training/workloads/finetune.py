@@ -161,7 +161,6 @@ class Finetune(TextWorkload):
         return fields
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data, of a named model's weights, and of the base's data."""
         own = super().fingerprint()
         return f"{own}-{self._pretraining(self.base).fingerprint()}" if self.base else own
 

@@ -107,11 +107,9 @@ class Python(OwnCode):
                         yield ".".join(("config", *place)), why
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""
         return self.canonical({"file", "start", "data", "sources"})
 
     def fingerprint(self) -> str:
-        """Return a digest of the function's code, its data, and the weights that it starts from."""
         parts = [own_source.digest(self._code, self.sources)]
         parts += [own_source.content(Path(name).expanduser()) for name in self.data]
         if self.start:

@@ -161,7 +161,6 @@ class TextWorkload(Training, Workload):
         return open_corpus(self.data)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data, and of a model that is a folder or a name on a hub."""
         if not isinstance(self.model, str):
             return self.corpus.fingerprint
         from ablate.training.models.source import fingerprint
@@ -257,8 +256,6 @@ class TextWorkload(Training, Workload):
             yield record
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers, without the data's paths: the fingerprint stands for
-        their content."""
         fields = self.canonical(self.SAME_BITS)
         return {**fields, "data": without_places(fields["data"], self.data)}
 

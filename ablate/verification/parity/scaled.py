@@ -47,7 +47,6 @@ _SMALL = {
 
 
 def left_out(engine: str, machine: Machine, device: str) -> dict[str, str]:
-    """Return the reason for each family that an engine cannot multiply on a device."""
     backend = backend_of(engine)
     refusals = {family: scaled_refusal(machine, device, [family], backend) for family in NAMES}
     return {family: reason.why for family, reason in refusals.items() if reason}
@@ -72,7 +71,6 @@ def _device(machine: Machine) -> str:
 
 
 def bench_of(engine: str, machine: Machine) -> Bench:
-    """Return the bench with all families that an engine multiplies on this machine."""
     device = _device(machine)
     families = tuple(family for family in NAMES if family not in left_out(engine, machine, device))
     fast = machine.capability is not None and machine.capability < (10, 0)
