@@ -15,7 +15,7 @@ from ablate.recipes.presets import PRESETS
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, expanded, reference
-from ablate.verification.conformance.properties import PROPERTIES
+from ablate.verification.conformance.properties import PROMISES, PROPERTIES
 from ablate.verification.conformance.properties.product import layer
 from ablate.verification.conformance.reference_product import exact_products
 from ablate.verification.conformance.replay import RedrawnLayer
@@ -132,7 +132,8 @@ def test_every_property_names_its_promise_and_a_function_of_a_subject():
     functions = {field.name for field in fields(Subject)}
     for name, one in PROPERTIES.items():
         assert (one.name, one.function in functions) == (name, True)
-        assert one.promise.endswith(".")
+        assert PROMISES[name].endswith(".")
+    assert {*PROMISES} == {*PROPERTIES}
 
 
 PLAIN = sorted(name for name, preset in PRESETS.items() if preset().products.backward_needs)

@@ -5,8 +5,8 @@ import torch
 
 from ablate.training.checkpoints import Standing
 from ablate.verification import passed_checks
+from ablate.verification.checks import difference_when_resumed as difference
 from ablate.verification.checks import resumed
-from ablate.verification.resumed_trial import difference
 
 
 def test_a_resumed_trial_has_the_bits_of_one_that_ran_through(tmp_path):

@@ -305,10 +305,8 @@ class Command(OwnCode):
             values = dict(zip(PLACEHOLDERS, map(str, given), strict=True))
             exports = self.exported(run.recipe, values, artifacts / PLACEHOLDER)
             write(exports, self.stacks)
-            variables: dict[str, str | None] = {
-                f"ABLATE_{name.upper()}": value for name, value in values.items()
-            }
-            variables |= exports.variables
+            given_to_all = {f"ABLATE_{name.upper()}": value for name, value in values.items()}
+            variables = {**given_to_all, **exports.variables}
             lock = stack.enter_context(held(own))
             parsed = CommandRecords(
                 None if run.recipe.plain else recipe_hash(content),

@@ -61,10 +61,6 @@ def rounded_scale(exact: Tensor, quant: Quant) -> Tensor:
     return round_scale(exact.clamp(max=FLT_MAX), quant.scale)
 
 
-def exact_scale(a: Tensor, outer: Tensor, quant: Quant) -> Tensor:
-    return (a * (outer * torch.full_like(outer, 1 / top(quant)) * quant.range.headroom)).clamp(max=FLT_MAX)
-
-
 def _tensor_amax(x: Tensor, quant: Quant) -> Tensor:
     """Return the largest magnitude of the tensor, or of each row; fp32, broadcasting to tiles."""
     assert quant.outer is not None
@@ -195,7 +191,7 @@ FACTOR_ORDERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Quant], Tenso
 def _power_of_two(rule: str, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
     """Return the block scale rounded by a rule to E8M0."""
     assert quant.scale is not None
-    exact = exact_scale(a, outer, quant)
+    exact = (a * (outer * torch.full_like(outer, 1 / top(quant)) * quant.range.headroom)).clamp(max=FLT_MAX)
     grid = SCALES[quant.scale.format]
     if grid.bits > 8:
         raise NoComputationError("wide scales")

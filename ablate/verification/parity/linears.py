@@ -30,6 +30,7 @@ from ablate.numerics.philox import Clock
 from ablate.recipes.recipe import Products
 from ablate.recipes.te_mapping import Family, families
 from ablate.verification.check_result import Check, Row
+from ablate.verification.conformance.properties.product import Layer
 from ablate.verification.conformance.reference_product import PAIRS, sources
 from ablate.verification.parity.bench import Bench, recipes
 
@@ -39,19 +40,11 @@ EXPERTS = (0, 17, 128, 200)
 """Tokens of each expert that te.GroupedLinear multiplies."""
 
 
-class Sample(NamedTuple):
-    """Weight [out, in], input [tokens, in] and output gradient [tokens, out] of a layer, in bf16."""
-
-    w: Tensor
-    x: Tensor
-    dy: Tensor
-
-
 class Case(NamedTuple):
     """Results of the emulator and of TE: y, dx and dw of one layer, or of one expert."""
 
     name: str
-    sample: Sample
+    sample: Layer
     ours: dict[str, Tensor]
     theirs: dict[str, Tensor]
 
@@ -141,7 +134,7 @@ def _compared(bench: Bench, products: Products, name: str, cases: Iterator[Case]
     )
 
 
-def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
+def pair(sample: Layer, products: Products) -> Iterator[EmulatedLinear]:
     """Yield the emulator's layer and TE's, with the same weight and products."""
     for kind in (EmulatedLinear, NativeLinear):
         linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
@@ -153,7 +146,7 @@ def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
         yield layer
 
 
-def computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
+def computed(layer: EmulatedLinear, sample: Layer) -> dict[str, Tensor]:
     """Return y, dx and dw of a layer; with delayed scaling those of a second step, scaled by the first's
     amax."""
     delayed = "fp8_delayed" in families([layer.products])
@@ -167,7 +160,7 @@ def computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
 
 
 def grouped(
-    samples: Sequence[Sample], products: Products, kind: type[EmulatedExpert]
+    samples: Sequence[Layer], products: Products, kind: type[EmulatedExpert]
 ) -> list[dict[str, Tensor]]:
     """Return y, dx and dw of experts, a sample each, whose weights one tensor holds."""
     module, clock = nn.Module(), Clock(0)
@@ -188,8 +181,8 @@ def grouped(
     return [dict(zip(("y", "dx", "dw"), of_one, strict=True)) for of_one in each]
 
 
-def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, Sums]:
-    layer, given, sums = next(pair(sample, products)), sources(sample.x, sample.w, sample.dy), {}
+def reach(bench: Bench, sample: Layer, products: Products) -> dict[str, Sums]:
+    layer, given, sums = next(pair(sample, products)), sources(*sample), {}
     for what, slots in PAIRS.items():
         spec = getattr(products, slots[0].partition(".")[0])
         made = (layer.operand(given[slot], slot, products.slot(slot), spec.hadamard) for slot in slots)
@@ -199,10 +192,11 @@ def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, Sums]:
     return sums
 
 
-def draw_sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sample:
-    """Return normal values at the scale of a trained layer; every sixteenth token is thirty times larger."""
+def draw_sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Layer:
+    """Return normal bf16 values at the scale of a trained layer, for `shape`: tokens, input features, output
+    features. Every sixteenth token is thirty times larger."""
     tokens, inputs, outputs = shape
     g, sizes = torch.Generator().manual_seed(seed), ((outputs, inputs), (tokens, inputs), (tokens, outputs))
     w, x, dy = (torch.randn(size, generator=g) for size in sizes)
     x[::16] *= 30
-    return Sample(*(z.bfloat16().to(device) for z in (w * inputs**-0.5, x, dy * 1e-3)))
+    return Layer(*(z.bfloat16().to(device) for z in (x, w * inputs**-0.5, dy * 1e-3)))

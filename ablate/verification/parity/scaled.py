@@ -30,9 +30,10 @@ from ablate.recipes.recipe import Products
 from ablate.recipes.scaled_mapping import FP4, NAMES, eight_bits, plan
 from ablate.recipes.te_mapping import variants
 from ablate.verification.check_result import Check, Row
+from ablate.verification.conformance.properties.product import Layer
 from ablate.verification.parity import ParityRun
 from ablate.verification.parity.bench import Bench
-from ablate.verification.parity.linears import STEP, Sample, Sums, apart, draw_sample
+from ablate.verification.parity.linears import STEP, Sums, apart, draw_sample
 
 _SMALL = {
     "shapes": ((32, 64), (96, 160)),
@@ -153,7 +154,7 @@ def recipes(bench: Bench, family: str) -> Iterator[tuple[str, Products]]:
                 yield name if number == 0 else f"{name}, later", products
 
 
-def _layer(native: Native, sample: Sample, products: Products) -> Recorded:
+def _layer(native: Native, sample: Layer, products: Products) -> Recorded:
     linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(sample.w.float())
     layer = Recorded(linear, "blocks.0.a", Clock(0), torch.bfloat16, native=native)
