@@ -293,11 +293,13 @@ STOPS = (2, 4)
 
 
 def difference_when_resumed(device: str, folder: Path, deterministic: bool = True) -> str:
-    """Train a small gpt once without a stop, and twice with one. A sweep resumes what was killed, and its arms
-    are compared on the promise that this changes no bit; a GPU adds its own libraries and orders of addition.
+    """Train a small gpt once without a stop, and twice with one. A sweep resumes what was killed, and its
+    arms are compared on the promise that this changes no bit; a GPU adds its own libraries and orders of
+    addition.
 
     Return where the first resumed run on `cpu` or `cuda` differs from the one without a stop; "" if none
-    does. `folder`: an empty one for data and checkpoints; `deterministic`: the workload's field."""
+    does. `folder`: an empty one for data and checkpoints; `deterministic`: the workload's field.
+    """
     tokens = np.random.default_rng(1).integers(0, 64, 6000).astype(np.uint16)
     (folder / "data").mkdir()
     tokens[:5000].tofile(folder / "data" / "train.bin")
