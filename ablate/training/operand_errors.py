@@ -56,6 +56,11 @@ _APART = 1_000_000
 """Steps between two draws: amaxes of earlier steps (`delayed:n`) are those of the same draw."""
 
 
+def sources(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Return the tensor [rows, contraction] that each operand is cast from, by slot."""
+    return dict(zip(SLOTS, (x, w, dy, w.t(), dy.t(), x.t()), strict=True))
+
+
 @dataclass(frozen=True)
 class Operands:
     """Tensors of one layer in one batch, bf16 matrices."""
@@ -83,9 +88,7 @@ class Operands:
 
     def of(self, slot: str) -> Tensor:
         """Return the operand of a slot in bf16 [rows, contraction]."""
-        product, name = slot.split(".")
-        tensor = {"x": self.x, "w": self.w, "g": self.dy}[name]
-        return tensor.t() if product == "wgrad" or slot == "dgrad.w" else tensor
+        return sources(self.x, self.w, self.dy)[slot]
 
 
 Batch = list[Operands]

@@ -174,6 +174,7 @@ class Tensors(Workload):
         from ablate.numerics.philox import Clock
         from ablate.training.loop import Record
         from ablate.training.metrics import SlotErrors
+        from ablate.training.operand_errors import sources
 
         x, w, g = self.tensors(run.seed, torch.device(run.device))
         clock = Clock(run.seed)
@@ -184,7 +185,7 @@ class Tensors(Workload):
         # those of the single layer equal the means over layers
         metrics = {name: value for name, value in errors.metrics().items() if parse(name).layer is None}
         metrics |= product_errors(products, x, w, g) | _inconsistency(layer, w)
-        means = _Means(layer, {"x": x, "w": w, "g": g})
+        means = _Means(layer, sources(x, w, g))
         for draw in range(self.draws):
             clock.step = draw
             means.add()
@@ -342,6 +343,7 @@ class _Means:
         from ablate.numerics.choices import SIGNS
 
         self.layer, self.tensors = layer, tensors
+        """Operands before rotation, by slot."""
         self.slots = [
             slot
             for slot, quant in layer.products.quantised()
@@ -353,24 +355,17 @@ class _Means:
     def _rotation(self, slot: str) -> Hadamard | None:
         return getattr(self.layer.products, slot.partition(".")[0]).hadamard
 
-    def _tensor(self, slot: str) -> Tensor:
-        """Return the operand before rotation, with the contraction as its last dimension."""
-        product, name = slot.split(".")
-        tensor = self.tensors[name]
-        return tensor.t() if product == "wgrad" or slot == "dgrad.w" else tensor
-
     def add(self) -> None:
         for slot in self.slots:
-            parts = self.layer.operand(
-                self._tensor(slot), slot, self.layer.products.slot(slot), self._rotation(slot)
-            )
+            quant = self.layer.products.slot(slot)
+            parts = self.layer.operand(self.tensors[slot], slot, quant, self._rotation(slot))
             values = _values(parts).double()
             self.sums[slot] = values if slot not in self.sums else self.sums[slot] + values
 
     def errors(self, draws: int) -> dict[str, float]:
         result = {}
         for slot, total in self.sums.items():
-            x = self.layer.rotated(self._tensor(slot), slot, self._rotation(slot)).double()
+            x = self.layer.rotated(self.tensors[slot], slot, self._rotation(slot)).double()
             mean = total[: x.shape[0], : x.shape[1]] / draws
             self.curves[slot][draws] = result[_mean_metric(slot, "rel_mse")] = (
                 (x - mean).square().sum() / x.square().sum()

@@ -16,6 +16,7 @@ from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, SLOTS, Products
+from ablate.training.operand_errors import sources
 from ablate.verification.conformance.inputs import to_nearest
 
 PAIRS = {"y": SLOTS[0:2], "dx": SLOTS[2:4], "dw": SLOTS[4:6]}
@@ -50,11 +51,6 @@ class Exact:
             exponent = torch.floor(torch.log2((self.values.abs() + additions).clamp(min=2.0**-126)))
             allowed = additions + 2.0 ** (exponent - HALF_ULP[got.dtype])
         return ~((got.double() - self.values).abs() <= allowed)
-
-
-def sources(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """Return the tensor [rows, contraction] that each operand is cast from, by slot."""
-    return dict(zip(SLOTS, (x, w, dy, w.t(), dy.t(), x.t()), strict=True))
 
 
 def quantisers(products: Products) -> dict[str, tuple[Quant, Hadamard | None]]:

@@ -29,9 +29,10 @@ from ablate.engines.transformer_engine import Draws, NativeExpert, NativeLinear
 from ablate.numerics.philox import Clock
 from ablate.recipes.recipe import Products
 from ablate.recipes.te_mapping import Family, families
+from ablate.training.operand_errors import sources
 from ablate.verification.check_result import Check, Row
 from ablate.verification.conformance.properties.product import Layer
-from ablate.verification.conformance.reference_product import PAIRS, sources
+from ablate.verification.conformance.reference_product import PAIRS
 from ablate.verification.parity.bench import Bench, recipes
 
 STEP = 2.0**-7

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ablate.training.operand_errors import sources
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import (
     Examination,
@@ -34,7 +35,6 @@ from ablate.verification.conformance.reference_product import (
     exact_products,
     plain_products,
     quantisers,
-    sources,
 )
 from ablate.verification.conformance.result import Row
 
