@@ -537,7 +537,11 @@ PATTERNS = {
         "options of sbatch, as a user writes them",
         "characters that the name of a job does not keep",
     ],
-    "training.metric_names": ["names that MLflow allows"],
+    "training.metric_names": [
+        "names that MLflow allows",
+        "a window's readings",
+        "those of a part of the data",
+    ],
     "verification.conformance.dumps": [
         "a file's name, of DumpTensors",
         "the rank, of a folder",
