@@ -15,7 +15,6 @@ from ablate.cli.options import MlflowFlags, complete_sweeps, sweep_names
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
 from ablate.execution.tracking.access import log_report
-from ablate.files import no_folder_name
 from ablate.judging.judged_ledger import changed_since
 from ablate.reports.evidence import study_markdown
 from ablate.reports.notebooks import NotebookError
@@ -29,7 +28,7 @@ from ablate.reports.report_files import (
 )
 from ablate.results.headline import Headline
 from ablate.results.summary import summaries
-from ablate.store.checked_ledger import absent, open_checked, open_ledger
+from ablate.store.checked_ledger import absent, folders, open_checked, open_ledger
 from ablate.store.databases import path_of
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
@@ -61,15 +60,13 @@ def report(
         pdf: Also write a PDF, if a browser is installed.
     """
     settings = flags.settings()
-    names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in experiments or ()]
-    names = names or ([WALKTHROUGH] if notebook == [WALKTHROUGH] else [])
+    names = experiments or ([WALKTHROUGH] if notebook == [WALKTHROUGH] else [])
     if not names:
         choices = ", ".join(sweep_names(settings.state)) or "none, since no sweep has been run here"
         raise InputError(f"no experiment given; name a YAML file or one of: {choices}")
     if wrong := [word for word in notebook or () if word not in NOTEBOOKS]:
         raise InputError(f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}")
-    for name in names:
-        _refuse_unknown(settings.state, name)
+    names = [_known(settings.state, word) for word in names]
     screen, status = console(), DONE
     print_starting(f"the notebooks of {', '.join(names)}, a few seconds each")
     for name in names:
@@ -83,17 +80,14 @@ def report(
     raise typer.Exit(status)
 
 
-def _refuse_unknown(state: Path, name: str) -> None:
-    """Raise InputError if the experiment was never run, unless the name is that of the notebook without
-    experiment."""
-    folder = state / "sweeps" / name
-    if folder.is_dir():
-        if why := absent(folder / "ledger.db"):
-            raise InputError(why)
-    elif name != WALKTHROUGH:
-        sweeps = sweep_names(state)
-        hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
-        raise InputError(f"{name}: no such experiment has been run; {hint}")
+def _known(state: Path, word: str) -> str:
+    """Return the name of a sweep with a ledger, or of the notebook without experiment; else InputError."""
+    if word == WALKTHROUGH and not (state / "sweeps" / word).exists():
+        return word
+    (folder,) = folders(state, [word])
+    if why := absent(folder / "ledger.db"):
+        raise InputError(why)
+    return folder.name
 
 
 def make(
@@ -115,12 +109,9 @@ def make(
     writable = os.access(state, os.W_OK) or not state.exists()
     if not (writable or out):
         raise InputError(f"{state}: is not writable; name a folder for the report with --out")
-    folder = (out or state / "reports") / name
-    if why := no_folder_name(name):
-        raise InputError(f"{why}; name a sweep, not a path")
-    if name == WALKTHROUGH and not (state / "sweeps" / name).exists():
+    folder = (out or state / "reports") / _known(state, name)
+    if not (state / "sweeps" / name).exists():
         return write_report(folder, state, name, [name], Heading(NOTEBOOKS[name]), pdf)
-    _refuse_unknown(state, name)
     check(state / "sweeps" / name, name)
     with closing(open_checked(state / "sweeps" / name / "ledger.db")) as ledger:
         heading = Heading.of(ledger, name, _verified(ledger, state, name), answer)

@@ -21,8 +21,7 @@ from rich.text import Text
 from ablate.cli.common import console, print_json
 from ablate.cli.options import Flags, JsonOption, complete_sweeps
 from ablate.errors import InputError, nearest, one_line
-from ablate.execution.sweep_control import folders
-from ablate.store.checked_ledger import open_checked, open_ledger, unverified
+from ablate.store.checked_ledger import folders, open_ledger, unverified
 from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -69,11 +68,7 @@ def show(
         from ablate.reports.evidence import markdown, page
         from ablate.results.comparisons import Comparisons
 
-        try:
-            ledger = open_ledger(folder, Path(words[0]).stem)
-        except FileNotFoundError as error:
-            raise InputError(str(error)) from None
-        with closing(ledger):
+        with closing(open_ledger(folder, words[0])) as ledger:
             print((page if form == "html" else markdown)(Comparisons(ledger)), end="")
 
 
@@ -135,7 +130,7 @@ def _write_tables(
 
     try:
         found = frames.open(sweep, state=state)
-    except (FileNotFoundError, ValueError) as error:
+    except ValueError as error:
         raise InputError(str(error)) from None
     target, screen = out or Path(f"{Path(sweep).stem}_tables"), console()
     target.mkdir(parents=True, exist_ok=True)
@@ -209,16 +204,10 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
 
 def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | None]:
     name, colon, arm = word.partition(":")
-    name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
-    known = sorted(path.name for path in state.glob("sweeps/*") if path.is_dir())
-    if name not in known:
-        hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
-        raise InputError(f"{name}: no such sweep; {hint}")
-    ledger = open_checked(state / "sweeps" / name / "ledger.db")
-    stack.callback(ledger.close)
+    ledger = stack.enter_context(closing(open_ledger(state, name)))
     arms = [row.name for row in ledger.arms()]
     if colon and arm not in arms:
-        raise InputError(f"{word}: {name} has no such arm; {nearest(arm, arms)}")
+        raise InputError(f"{word}: {ledger.name} has no such arm; {nearest(arm, arms)}")
     return ledger, arm if colon else None
 
 

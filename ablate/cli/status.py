@@ -18,11 +18,11 @@ from rich.text import Text
 from ablate.cli.common import DONE, FAILED, console, plain_table, print_json
 from ablate.cli.options import Flags, JsonOption, Sweeps
 from ablate.errors import InputError, one_line
-from ablate.execution.sweep_control import damage, folders
+from ablate.execution.sweep_control import damage
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
 from ablate.reports.plain_text import duration, time_left
 from ablate.reports.report_about import current
-from ablate.store.checked_ledger import absent, remedy
+from ablate.store.checked_ledger import absent, folders, remedy
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.store.verify import Mismatch, Verified, verify

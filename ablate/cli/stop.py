@@ -11,7 +11,8 @@ import typer
 from ablate.cli.common import console
 from ablate.cli.options import Flags, complete_sweeps
 from ablate.errors import InputError, nearest
-from ablate.execution.sweep_control import Order, folders, give, holder
+from ablate.execution.sweep_control import Order, give, holder
+from ablate.store.checked_ledger import folders
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 

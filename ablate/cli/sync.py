@@ -10,12 +10,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ablate.cli.common import DONE, FAILED, Screen, console, interruption, raise_on_sigterm, summary_of
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
-from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
+from ablate.execution.sweep_control import check, damage, holder, put_aside
 from ablate.execution.tracking.access import check_login, import_client
 from ablate.execution.tracking.database import unusable
 from ablate.execution.tracking.mlflow_tracker import behind
 from ablate.files import Busy, lock
-from ablate.store.checked_ledger import open_checked
+from ablate.store.checked_ledger import folders, open_checked
 from ablate.store.databases import path_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED

@@ -27,7 +27,8 @@ from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.cli.servers.mlflow import HOST, MlflowServer, Served, bind_first_free
 from ablate.cli.servers.reports import ReportHandler, guarded_application, own_names
 from ablate.errors import InputError
-from ablate.execution.sweep_control import changed, folders
+from ablate.execution.sweep_control import changed
+from ablate.store.checked_ledger import folders
 from ablate.store.ledger import Ledger
 
 _Port = Annotated[int | None, typer.Option(min=1, max=65535)]

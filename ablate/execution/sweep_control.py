@@ -11,12 +11,11 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError
 from ablate.files import Holder, holder_of, write
 from ablate.store.checked_ledger import refusal
 from ablate.store.databases import misplaced, open_readonly, quick_check
@@ -33,18 +32,6 @@ class Order(TypedDict, total=False):
     """Id of the trial to stop."""
     workers: int
     """Number of trials that may run at once from now on."""
-
-
-def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
-    """Return the folders of sweeps given by name or YAML file; of all sweeps if none is given. InputError if
-    one is missing."""
-    known = {path.name: path for path in sorted(state.glob("sweeps/*")) if path.is_dir()}
-    names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in words or known]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        hint = nearest(unknown[0], known) if known else "none has been run there"
-        raise InputError(f"{unknown[0]}: no such sweep in {state}; {hint}")
-    return [known[name] for name in dict.fromkeys(names)]
 
 
 def changed(folder: Path) -> float:

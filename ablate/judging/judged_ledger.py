@@ -20,7 +20,7 @@ from ablate.judging.compared_step import last_until
 from ablate.judging.names import places_of
 from ablate.judging.run import Found, by_arm
 from ablate.results.comparisons import Comparisons
-from ablate.store.checked_ledger import absent, difference, refusal
+from ablate.store.checked_ledger import absent, difference, folders, refusal
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
 from ablate.store.judged_files import keep, kept_alone
 from ablate.store.ledger import Ledger
@@ -82,11 +82,9 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
     the sweep has one baseline. Runs of an arm that was added before are replaced. Return sentences on what is
     decided here. InputError if there is no such sweep or arm, the sweep runs, or the runs lack its metric.
     """
-    path = state / "sweeps" / name / "ledger.db"
-    if no_folder_name(name) or not path.exists():
-        known = sorted(each.parent.name for each in state.glob("sweeps/*/ledger.db"))
-        hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
-        raise InputError(f"--into {name}: no such sweep; {hint}")
+    (folder,) = folders(state, [name])
+    if why := absent(path := folder / "ledger.db"):
+        raise InputError(why)
     try:
         check(path.parent, "")
         with lock(path.parent / "lock", wait=False), closing(Ledger(path)) as ledger:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError
 from ablate.results import attribution
 from ablate.results.decomposition import damages
 from ablate.results.summary import summaries
 from ablate.store import records
-from ablate.store.checked_ledger import open_checked, unverified
+from ablate.store.checked_ledger import folders, open_checked, unverified
 from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -180,20 +180,15 @@ def open(sweep: str | Path, *, state: str | Path | None = None, metric: str | No
         FileNotFoundError: there is no such sweep in the state folder.
         ValueError: the sweep does not compare by this metric, or its ledger is damaged.
     """
-    folder = Path(state or os.environ.get("ABLATE_STATE") or "runs") / "sweeps"
-    known = sorted(path.name for path in folder.glob("*") if path.is_dir())
-    name = Path(sweep).stem if Path(sweep).suffix in (".yaml", ".yml") else str(sweep)
-    if name not in known:
-        hint = nearest(name, known) if known else "none has been run there"
-        raise FileNotFoundError(f"{name}: no such sweep in {folder.parent}; {hint}")
+    (folder,) = folders(Path(state or os.environ.get("ABLATE_STATE") or "runs"), [str(sweep)])
     try:
-        ledger = open_checked(folder / name / "ledger.db")
+        ledger = open_checked(folder / "ledger.db")
     except InputError as error:
         raise ValueError(str(error)) from None
     try:
         compared = {one.name: one for one in ledger.facts.all_metrics}
         if metric is not None and metric not in compared:
-            raise ValueError(f"{metric}: {name} compares by {', '.join(compared)}")
+            raise ValueError(f"{metric}: {folder.name} compares by {', '.join(compared)}")
         return Results(ledger, compared[metric] if metric else next(iter(compared.values())))
     except BaseException:
         ledger.close()

@@ -13,11 +13,12 @@ Not compared here: the folders of the trials (verify.py does), and a trial that 
 """
 
 import sqlite3
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from ablate import cache
-from ablate.errors import InputError
+from ablate.errors import InputError, nearest
 from ablate.store.judged import Judged
 from ablate.store.judged_files import kept_alone
 from ablate.store.ledger import Ledger
@@ -27,13 +28,27 @@ _CHECK = "ledger agrees with its seals, 1"
 """Name of what a note says. Raise the number when another thing is compared."""
 
 
+class NoSweep(InputError, FileNotFoundError):
+    """The state folder has no sweep of this name."""
+
+
+def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
+    """Return the folders of sweeps given by name or YAML file; of all sweeps if none is given. NoSweep if one
+    is missing."""
+    known = {path.name: path for path in sorted(state.glob("sweeps/*")) if path.is_dir()}
+    names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in words or known]
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known) if known else "none has been run there"
+            raise NoSweep(f"{name}: no such sweep in {state}; {hint}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
 def open_ledger(state: Path, sweep: str) -> Ledger:
-    """Open the ledger of a sweep for reading, compared with its seals. FileNotFoundError if the sweep has not
-    been run; InputError if the ledger differs from its seals."""
-    path = state / "sweeps" / sweep / "ledger.db"
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: no such sweep has been run")
-    return open_checked(path)
+    """Open the ledger of a sweep for reading, compared with its seals. NoSweep if the sweep has not been run;
+    InputError if the ledger differs from its seals."""
+    (folder,) = folders(state, [sweep])
+    return open_checked(folder / "ledger.db")
 
 
 def open_checked(path: Path) -> Ledger:

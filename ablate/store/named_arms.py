@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ablate.errors import InputError, nearest
-from ablate.store.ledger import Ledger
+from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger_rows import Member
 
 
@@ -12,12 +12,7 @@ def members_of(words: str, state: Path) -> list[Member]:
     """Return the members of an arm, named as SWEEP:ARM, with the sweep by its name or its file. InputError if
     there is no such sweep or arm."""
     name, colon, arm = words.partition(":")
-    name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
-    known = sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
-    if name not in known:
-        hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
-        raise InputError(f"{words}: no such sweep or trial; {hint}")
-    with closing(Ledger(state / "sweeps" / name / "ledger.db", readonly=True)) as ledger:
+    with closing(open_ledger(state, name)) as ledger:
         members = [*ledger.members()]
     arms = list(dict.fromkeys(member.name for member in members))
     if not colon or arm not in arms:

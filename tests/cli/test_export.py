@@ -99,10 +99,10 @@ def test_two_sweeps_are_compared_arm_by_arm(state):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("one", "onne"), "onne: no such sweep; 'one' is the nearest"),
+        (("one", "onne"), "'one' is the nearest of one"),
         (("one:rht", "one"), "one has no such arm"),
         (("one:bf16", "other"), "name two sweeps, or two arms as SWEEP:ARM"),
-        (("nothing",), "no such sweep has been run"),
+        (("nothing",), "nothing: no such sweep in "),
         (("nothing", "--to", "csv"), "no such sweep"),
         (("one", "other", "one"), "show takes two sweeps or arms at most, and there are 3: one other one"),
         (("one", "other", "--to", "csv"), "--to csv: two sweeps or arms cannot be shown so"),

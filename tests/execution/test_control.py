@@ -13,8 +13,9 @@ from support.ledgers import overwrite_middle
 from support.processes import HOLD_LOCK
 
 from ablate.errors import InputError
-from ablate.execution.sweep_control import check, damage, folders, give, holder, take
+from ablate.execution.sweep_control import check, damage, give, holder, take
 from ablate.files import Holder, lock
+from ablate.store.checked_ledger import folders
 
 
 def test_orders_are_taken_once_in_order_of_arrival(tmp_path):

@@ -19,11 +19,11 @@ from ablate.cli.report import make
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.search.annotations import decorate
-from ablate.execution.sweep_control import damage, folders, holder, take
+from ablate.execution.sweep_control import damage, holder, take
 from ablate.execution.workers import Inline
 from ablate.files import Busy, Damaged, Holder, lock, read_json
 from ablate.results.summary import summaries
-from ablate.store.checked_ledger import open_checked
+from ablate.store.checked_ledger import folders, open_checked
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 

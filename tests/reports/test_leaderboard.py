@@ -10,10 +10,10 @@ from support import made_up
 from support.commands import here
 from support.experiments import ablate, ledger, shards, sweep, tiny
 
-from ablate.execution.sweep_control import folders
 from ablate.reports.leaderboard import collect
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_document
+from ablate.store.checked_ledger import folders
 from ablate.store.ledger import Ledger
 
 MAXIMIZE = {"name": "throughput/tokens_per_s", "direction": "maximize"}

@@ -264,8 +264,8 @@ def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("gird",), "gird: no such experiment has been run; 'grid' is the nearest of "),
-        (("experiments/gird.yaml",), "gird: no such experiment has been run; 'grid' is the nearest of "),
+        (("gird",), "gird: no such sweep in "),
+        (("experiments/gird.yaml",), "gird: no such sweep in "),
         ((), "no experiment given; name a YAML file or one of: alone, grid, search, tensors"),
         (
             ("grid", "--notebook", "ablatoin"),

@@ -247,7 +247,7 @@ def test_an_interval_is_written_only_where_there_is_one():
 
 
 def test_a_sweep_that_was_never_run_has_no_ledger(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such sweep has been run"):
+    with pytest.raises(FileNotFoundError, match="unknown: no such sweep in"):
         open_ledger(tmp_path, "unknown")
 
 

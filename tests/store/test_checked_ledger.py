@@ -71,7 +71,6 @@ OPENED_APART = {
     "execution/tracking/tracker.py": "a thread of the process that writes it",
     "reports/report_files.py": "the state that a report shows, not its records",
     "store/checked_ledger.py": "the one place",
-    "store/named_arms.py": "ids of members",
 }
 """Files that open a ledger for reading without a comparison, with what they read or do instead."""
 

@@ -19,9 +19,10 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ablate.cli.common import filled
 from ablate.errors import InputError
-from ablate.execution.sweep_control import changed, folders, holder
+from ablate.execution.sweep_control import changed, holder
 from ablate.reports.plain_text import html_text
 from ablate.reports.report_about import about
+from ablate.store.checked_ledger import folders
 from ablate.store.ledger import Ledger
 
 # The Host header
