@@ -27,7 +27,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("status", "Show running trials, speed, time left and failures."),
         "report": ("report", "Write the report, with tables and figures."),
         "ui": ("ui", "Serve MLflow, Optuna's dashboard and reports here."),
-        "recipe": ("recipe_targets", "Show, diff, export, import, audit recipes."),
+        "recipe": ("recipe", "Show, diff, export, import, audit recipes."),
     },
     "Results": {
         "rank": ("rank", "Order recipes by the errors of operands, untrained."),

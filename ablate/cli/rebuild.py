@@ -1,5 +1,5 @@
 """`ablate rebuild X.yaml`: rebuild a damaged ledger from the experiment, the trial folders and the journal of
-the study. With `--sync`, MLflow's copy of ledgers instead.
+the study. With `--sync`, send MLflow the records of sweeps that it lacks, or all of them again.
 
 A ledger that SQLite can read is also damaged if its records differ from the results of its trials. A trial
 folder that contradicts itself is moved aside, so that the sweep runs the trial again.
@@ -7,27 +7,45 @@ folder that contradicts itself is moved aside, so that the sweep runs the trial 
 
 import re
 import sqlite3
+import time
 from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import BarColumn, Progress, TextColumn
 
-from ablate.cli.common import console, nothing_runs
+from ablate.cli.common import (
+    DONE,
+    FAILED,
+    Screen,
+    console,
+    interruption,
+    nothing_runs,
+    raise_on_sigterm,
+    summary_of,
+)
 from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
-from ablate.cli.sync import sync as send
-from ablate.errors import InputError
+from ablate.cli.settings import Settings
+from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
-from ablate.execution.sweep_control import damage, put_aside
+from ablate.execution.sweep_control import check, damage, holder, put_aside
+from ablate.execution.tracking.access import check_login, import_client
+from ablate.execution.tracking.database import unusable
+from ablate.execution.tracking.mlflow_tracker import behind
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
-from ablate.store.checked_ledger import absent
+from ablate.store.checked_ledger import absent, folders, open_checked
+from ablate.store.databases import path_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED
 from ablate.store.trial_store import Store
 from ablate.store.verify import verify
+
+if TYPE_CHECKING:
+    from ablate.execution.projections import Mirror
 
 Points = list[dict[str, Json]]
 """Knobs of the points that a search proposed, by number."""
@@ -63,7 +81,7 @@ def rebuild(
     """
     settings = flags.settings()
     if sync:
-        raise typer.Exit(send(settings, sweeps, force, timeout))
+        raise typer.Exit(_sync(settings, sweeps, force, timeout))
     if not sweeps or len(sweeps) > 1:
         raise InputError("rebuild: give the YAML file of one experiment; --sync takes several sweeps, or all")
     file = Path(sweeps[0])
@@ -166,3 +184,127 @@ def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, points: 
     if identity is None:
         lost.append("the runs of this sweep in MLflow (new ones are created)")
     return [f"Lost: {'; '.join(lost)}."]
+
+
+_LOOK_SECONDS = 0.25
+
+
+# MLflow's copy
+
+
+def _sync(settings: Settings, sweeps: list[str] | None, anew: bool, timeout: float) -> int:
+    """Send to MLflow the records that it does not have yet, each once, and return the exit status.
+
+    `sweeps`: names or YAML files; None: all; `anew`: send all records again; `timeout`: seconds without
+    progress after which it gives up.
+    """
+    screen = console()
+    if settings.mlflow is None:
+        raise InputError(
+            f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"
+        )
+    check_login(settings.mlflow)
+    selected = folders(settings.state, sweeps)
+    _refuse_damaged(settings, anew, bool(sweeps))
+    try:
+        with raise_on_sigterm():
+            return _sync_all(selected, bool(sweeps), settings, anew, timeout, screen)
+    except KeyboardInterrupt as error:
+        code, description = interruption(error)
+        screen.print(f"{description}. MLflow keeps what was sent; the same command sends the rest.")
+        return code
+
+
+def _refuse_damaged(settings: Settings, anew: bool, named: bool) -> None:
+    """Handle a local database that SQLite cannot open: raise InputError or, with `anew` for all sweeps,
+    move it aside. The database holds all sweeps, so all of them have to be sent again."""
+    path, replaces = path_of(settings.mlflow), anew and not named
+    if path is None or not (why := unusable(path) if replaces else damage(path)):
+        return
+    running = [folder.name for folder in folders(settings.state, None) if replaces and holder(folder)]
+    remedy = "; `ablate rebuild --sync --force`, without names, replaces it"
+    if running:
+        remedy = f", and in use by {', '.join(running)}; `ablate stop` ends a sweep"
+    if running or not replaces:
+        raise InputError(f"{path}: damaged ({why}){remedy}")
+    put_aside(path)
+
+
+def _sync_all(
+    sweeps: list[Path], named: bool, settings: Settings, anew: bool, timeout: float, screen: Screen
+) -> int:
+    """Send the records of one sweep after another and return the exit status. A sweep that cannot be sent is
+    an InputError if it was named, and otherwise a printed line."""
+    status = DONE
+    for number, folder in enumerate(sweeps):
+        try:
+            with lock(folder / "lock", wait=False):
+                complete = _sync_one(folder, settings, anew, timeout, screen)
+        except (InputError, Busy) as error:
+            ended = isinstance(error, InputError)
+            why = str(error) if ended else f"{folder.name}: is running ({error}), and sends its own records"
+            if named:
+                raise InputError(why) from None
+            screen.lines(why)
+            status = FAILED if ended else status
+            continue
+        if not complete:
+            if rest := ", ".join(path.name for path in sweeps[number + 1 :]):
+                screen.lines(f"Not tried: {rest}")
+            return FAILED
+    return status
+
+
+def _sync_one(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:
+    check(folder, f"{folder.name}.yaml")
+    open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
+    from ablate.execution.projections import Mirror  # pandas
+
+    address = settings.mlflow
+    assert address is not None  # `_sync` refuses it
+    import_client()  # takes seconds, in which MLflow is not asked yet
+    with closing(Ledger(folder / "ledger.db")) as ledger:
+        if anew:
+            ledger.forget_mlflow()
+        mirror = Mirror(address, ledger, settings.state, folder, folder.name, busy=True)
+        before = behind(ledger)
+        missing = _wait_for(mirror, ledger, folder.name, timeout, screen)
+        trouble = mirror.trouble
+        statuses = {member.status for member in ledger.members()}
+        ended = "FAILED" if statuses & {"failed", "oom"} else "KILLED"
+        ended = "FINISHED" if statuses <= {*FINISHED, "pruned"} else ended
+        unsent = mirror.finish(ended, summary_of(ledger), 0.0 if missing else timeout)
+        if missing or unsent:
+            why = redact(trouble or mirror.trouble or "no answer", address)
+            result = f"{missing:,} of {before:,} records are missing in {redact(address)}: {why}"
+        else:
+            result = f"{before:,} records sent, none is missing in {redact(address)}"
+        screen.lines(f"{folder.name}: {result}")
+        return not (missing or unsent)
+
+
+def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, screen: Screen) -> int:
+    """Wait until MLflow has all records, or none arrives for `timeout` seconds; return the number missing."""
+    missing = first = behind(ledger)
+
+    def unclosed() -> bool:
+        """Return True while the MLflow run of a member that has ended is open."""
+        return any(not each.closed and each.status not in ("pending", "running") for each in ledger.members())
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} records {task.fields[why]}", markup=False),
+    )
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task(name, total=first, why="")
+        last_progress = time.monotonic()
+        while (missing or unclosed()) and time.monotonic() - last_progress < timeout:
+            time.sleep(_LOOK_SECONDS)
+            mirror.refresh()
+            now = behind(ledger)
+            if now < missing:
+                last_progress = time.monotonic()
+            missing = now
+            progress.update(task, completed=first - missing, why=mirror.trouble or "")
+    return missing

@@ -1,31 +1,36 @@
-"""`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch.
+"""`ablate recipe`: recipes as three products with six operands, and for training stacks, and of them.
 
-`show --yaml` and `--json` print recipe files, which `show`, `diff` and experiments read back.
+`show --yaml` and `--json` print recipe files, which `show`, `diff` and experiments read back. Without torch.
 """
 
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from ablate.cli.common import console, plain_table
+from ablate.cli.common import DONE, FAILED, console, plain_table
 from ablate.cli.option_groups import App
 from ablate.cli.options import Flags
+from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
+from ablate.files import Json
 from ablate.numerics.own import shown
 from ablate.numerics.spec import Quant, own_words
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
+from ablate.recipes.recipe import Layers
 from ablate.recipes.recipe_text import (
     EQUATIONS,
     block_scale,
@@ -37,6 +42,11 @@ from ablate.recipes.recipe_text import (
     rest,
     rounding,
 )
+from ablate.recipes.targets import TARGETS, Lost, Model
+from ablate.recipes.targets.experts import grouped_switches
+from ablate.recipes.targets.jobs import Job
+from ablate.recipes.targets.megatron import VARIABLES
+from ablate.recipes.targets.model import skipped
 from ablate.store.named_arms import members_of
 from ablate.training.models import described
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
@@ -187,3 +197,189 @@ def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
         return (dtype,)
     scales = block_scale(quant), outer_scale(quant)
     return (shown(quant.element), quant.block or "-", *scales, rounding(quant), ", ".join(extras(quant)))
+
+
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Folder with config.json, or name on the Hugging Face hub: names layers and blocks."
+    ),
+]
+Blocks = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of the model's blocks; default: Megatron's --num-layers, if it is read."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options that say where the configuration of a job is: one of the first five, in the order of `Job`.
+
+    Args:
+        arguments: Arguments of Megatron-LM, as one string.
+        script: Shell script that starts one job of Megatron-LM, or text with its arguments.
+        te: Class of Transformer Engine that the job makes without arguments, such as NVFP4BlockScaling.
+        made: Recipe object of Transformer Engine, as module:name.
+        fouroversix: JSON of fouroversix's ModelQuantizationConfig, or a config.json with it.
+        environment: File with NAME=value lines; default: this environment.
+    """
+
+    arguments: Annotated[str | None, typer.Option("--megatron-args")] = None
+    script: Path | None = None
+    te: Annotated[str | None, typer.Option("--te")] = None
+    made: Annotated[str | None, typer.Option("--object")] = None
+    fouroversix: Path | None = None
+    environment: Annotated[Path | None, typer.Option("--env")] = None
+    model: ModelName = None
+    blocks: Blocks = None
+
+    def read(self) -> tuple[Job, Recipe, dict[str, str], Model]:
+        """Return the job, its recipe, its environment variables and the facts of its model."""
+        values = vars(self)
+        job = Job(*[values[name] for name in values if name not in ("model", "blocks")])
+        layers = () if self.model is None else layers_of(self.model, Recipe())
+        facts = Model(self.model or "the job", self.blocks or job.blocks(), layers)
+        return job, *job.in_force(), facts
+
+
+@app.command()
+def export(
+    source: Source,
+    flags: Flags,
+    target: Annotated[
+        Literal["te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "json", "yaml"],
+        typer.Option("--to"),
+    ],
+    turn: Set = None,
+    model: ModelName = None,
+    blocks: Blocks = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
+) -> None:
+    """Write a recipe as what a training stack reads, with every argument.
+
+    Only what the stack computes exactly is written; otherwise every field that would be lost is listed, with
+    exit status 2.
+
+    Args:
+        target: Training stack.
+        out: File to write; default: print.
+    """
+    recipe = resolve(source, turn or [], flags)
+    if target in ("json", "yaml"):
+        _put(recipe_file(recipe, out.parent if out else Path.cwd(), target == "json"), out, target)
+        return
+    title = f"{source} with {', '.join(turn)}" if turn else source
+    title = " ".join(title.split()).replace("\\", "/").replace('"', "'")  # in a comment or a docstring
+    facts = Model(title, blocks, () if model is None else layers_of(model, recipe))
+    with _input_errors(f"{source} --to {target}"):
+        _put(TARGETS[target].write(recipe, facts), out, TARGETS[target].what)
+
+
+@app.command("import")
+def import_recipe(
+    options: JobOptions, out: Annotated[Path | None, typer.Option("--out", "-o")] = None
+) -> None:
+    """Print the recipe that a training stack's configuration stands for, as a recipe file.
+
+    Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
+    counterpart here is refused, by its field, and so is an argument that the stack ignores.
+
+    Args:
+        out: File to write; default: print.
+    """
+    job, recipe, *_ = options.read()
+    if ignored := job.ignored():
+        raise InputError(*ignored)
+    text = as_text(recipe.model_dump(mode="json"))
+    _put(text, out, "a recipe file, for `recipe:` of an experiment")
+
+
+@app.command()
+def audit(source: Source, flags: Flags, turn: Set = None, *, options: JobOptions) -> None:
+    """Compare the recipe that is intended with the one that a job's configuration puts in force.
+
+    Environment variables count: Transformer Engine takes its defaults from them. With --model, layers are
+    compared one by one. Exit status: 0 they are the same, 1 they differ, 2 bad input.
+    """
+    intended = resolve(source, turn or [], flags)
+    job, found, variables, facts = options.read()
+    megatron = options.made is None and options.fouroversix is None
+    screen = console()
+    for name, (_, option, default) in VARIABLES.items():
+        if megatron and variables.get(name, default) != default:
+            screen.lines(f"{name}={variables[name]} sets {option}")
+    switches = grouped_switches(variables, found) if megatron else ()
+    screen.lines(*switches, *job.ignored())
+    if stray := stray_switch(variables):
+        screen.print(f"{stray} is set and changes numbers whatever the recipe is")
+    with _input_errors(f"audit {source}"):
+        changes = list(differences(*_comparable(intended, found, facts)))
+    if not changes and not stray:
+        screen.print(Text(f"The job trains by {source}.", "green"))
+        raise typer.Exit(DONE)
+    if changes:
+        print_differences(screen, changes, source, "in force")
+    raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _input_errors(what: str) -> Iterator[None]:
+    """Turn what a stack cannot express into an InputError with all reasons."""
+    try:
+        yield
+    except Lost as lost:
+        raise InputError(*[f"{what}: {reason}" for reason in lost.reasons]) from None
+
+
+def _put(text: str, out: Path | None, what: str) -> None:
+    """Print a text, or write it to a file and say what it is, and if it replaced other content."""
+    if out is None:
+        print(text, end="")
+        return
+    before = out.read_bytes() if out.is_file() else None
+    out.write_text(text)
+    replaced = "" if before in (None, text.encode()) else "; it replaced a file with other content"
+    console().lines(f"{out}: {what}{replaced}")
+
+
+def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Return both recipes as data in which equal placements of layers are equal. Layers are compared one by
+    one if they are known, by block if all rules name blocks, else as they are written."""
+    layers, rules = model.layers, (*one.layers.rules, *other.layers.rules)
+    by_block = bool(rules) and all({*rule.match.fields} == {"blocks"} for rule in rules)
+    if not layers and by_block and model.depth is not None:
+        layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(model.depth))
+    if not layers:
+        return _counted(one, "the intended recipe", model), _counted(other, "the job", model)
+    return _placed(one, layers), _placed(other, layers)
+
+
+def _placed(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Json]:
+    """Return a recipe with the products of each layer: a word, or all their fields."""
+    placed: dict[str, Json] = {}
+    for name, decider in recipe.layers.deciders(layers).items():
+        products = recipe.decided(decider)
+        if products is None or products.plain:
+            placed[name] = "high precision"
+        elif products == recipe.products:
+            placed[name] = "the recipe's products"
+        else:
+            placed[name] = products.model_dump(mode="json")
+    return recipe.model_dump(mode="json", exclude={"layers"}) | {"layers": placed}
+
+
+def _counted(recipe: Recipe, side: str, model: Model) -> dict[str, Json]:
+    """Return a recipe with the numbers of high-precision blocks at both ends; Lost, which names the side, if
+    it counts a share of an unknown number."""
+    if share := recipe.layers.last_fraction:
+        if model.depth is None:
+            raise Lost(
+                f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
+                " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
+            )
+        first, last = skipped(recipe, model.depth)
+        counted = Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)
+        recipe = recipe.model_copy(update={"layers": counted})
+    return recipe.model_dump(mode="json")

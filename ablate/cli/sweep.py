@@ -1,28 +1,245 @@
 """`ablate sweep X.yaml`: run the trials of an experiment that are missing, and answer its question."""
 
+import math
 import os
+import shlex
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from ablate.cli.common import BAD_INPUT, DONE, console, print_starting, raise_on_sigterm, summary_of
+from ablate.cli.common import (
+    BAD_INPUT,
+    BUDGET,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    console,
+    interruption,
+    print_starting,
+    program,
+    raise_on_sigterm,
+    summary_of,
+)
 from ablate.cli.jobs import JobOptions, export_jobs
-from ablate.cli.options import ExperimentFile, SweepFlags
+from ablate.cli.options import CheckCommand, ExperimentFile, Seeds, SweepFlags
 from ablate.cli.plan import machine_of, require_contracts, settings_for, show
+from ablate.cli.report import make
 from ablate.cli.settings import Settings, writable
-from ablate.cli.sweep_run import SweepOptions, SweepRun
-from ablate.errors import InputError
-from ablate.execution.progress import RunOptions
+from ablate.errors import InputError, one_line, redact
+from ablate.execution.controller import Controller
+from ablate.execution.notify import Hook
+from ablate.execution.progress import Outcome, Progress, RunOptions
 from ablate.execution.sweep_control import check, holder
 from ablate.execution.time_model import MachinePaces
 from ablate.execution.tracking.access import check_login
 from ablate.execution.tracking.tracker import open_trackers
 from ablate.experiment.load import Experiment, load
-from ablate.files import Busy, lock
+from ablate.experiment.plan_notes import remarks
+from ablate.files import Busy, Json, lock
 from ablate.provenance import other_package, own_command
+from ablate.reports.notebooks import NotebookError
+from ablate.reports.plain_text import duration, wrapped
+from ablate.reports.report_files import is_current
+from ablate.store.checked_ledger import open_checked
+from ablate.store.databases import network_file_system
+from ablate.store.ledger_rows import Member
+
+_EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Options on what is run and what is printed.
+
+    Args:
+        dry_run: Print the plan and its estimated duration; run nothing.
+        fork: Compute a prefix that several trials share only once.
+        fresh: Run all trials again, including finished ones.
+        accept_version: Restart a sweep that was started with other versions of the code.
+        same_code: Keep finished trials after an edit of your code that changes no number.
+        detach: Continue after this terminal is closed; `ablate status` shows the progress.
+        notify: Command (JSON on standard input) or URL (POST) to notify of the first failure and the end.
+          (ABLATE_NOTIFY)
+        quiet: Print no progress, only the answer and how many trials failed.
+        everything: Print a line for each run, and all tables below the answer.
+        report: Write the report at the end. (ABLATE_REPORT)
+        ready: File descriptor to write a byte to when the sweep begins to run.
+    """
+
+    dry_run: bool = False
+    seeds: Seeds = None
+    fork: bool = True
+    fresh: bool = False
+    accept_version: bool = False
+    same_code: bool = False
+    detach: bool = False
+    notify: str | None = None
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
+    everything: Annotated[bool, typer.Option("--all")] = False
+    report: Annotated[bool, typer.Option(envvar="ABLATE_REPORT", show_envvar=False)] = True
+    check_command: CheckCommand = None
+    ready: Annotated[int | None, typer.Option(hidden=True)] = None
+
+
+@dataclass
+class SweepRun:
+    """One run of a sweep in this process: prints progress and answer, and sends notifications."""
+
+    experiment: Experiment
+    settings: Settings
+    run_options: RunOptions
+    options: SweepOptions
+
+    def __post_init__(self) -> None:
+        self.hook = Hook(self.settings.notify) if self.settings.notify else None
+        self.screen, self.started, self.failed = console(), time.time(), 0
+
+    def run(self, notes: Sequence[str] = ()) -> int:
+        """Print `notes`, run the sweep until it ends, is stopped or fails, and return the exit status."""
+        status = "failed"
+        try:
+            self.screen.print(Text(self.experiment.keys.question, "bold"))
+            kind = network_file_system(self.settings.state)
+            network = (
+                f"the state folder is on a network file system ({kind}): databases use the slower, "
+                "safe journal (docs/run/cluster.md)"
+            )
+            # With inline, this process computes, and prints itself that it has no compiled quantisers.
+            device = "" if self.settings.executor == "inline" else self.settings.device
+            noted = (*notes, *([network] if kind else []), *remarks(self.experiment, device))
+            self.screen.lines(*(f"Note: {remark}" for remark in noted))
+            status = self._steps()
+            return _EXIT[status]
+        except KeyboardInterrupt as error:
+            status = "interrupted"
+            code, description = interruption(error)
+            self.screen.print(f"{description}. Nothing is lost: the same command goes on.")
+            return code
+        finally:
+            self._notify("ended", status)
+            self.screen.lines(*(self.hook.close() if self.hook else ()))
+
+    def _steps(self) -> str:
+        from ablate.cli.executor import StartingExecutor, View
+        from ablate.execution.workers import ClusterError, ClusterLost
+        from ablate.verification.checkup import COMMAND, Checkup, Unfit
+
+        settings = self.settings
+        command = shlex.split(self.options.check_command) if self.options.check_command else COMMAND
+        checkup = Checkup(command, device=settings.device)
+        executor = StartingExecutor(settings, self.experiment.keys.resources, checkup)
+        outcome: Outcome | None = None
+        controller = Controller(
+            self.experiment, settings.state, settings.device, executor, settings.mlflow, self.run_options
+        )
+        try:
+            with (
+                View(self.screen, self.options.quiet, self.options.everything).open() as view,
+                closing(controller.run()) as steps,
+                closing(checkup),
+                closing(executor),
+            ):
+                for step in steps:
+                    if isinstance(step, Outcome):
+                        outcome = step
+                    else:
+                        if step.done < step.total:
+                            executor.begin()  # in parallel with the imports that follow
+                        view.show(step)
+                        self._notify_failure(step)
+        except ClusterLost as error:
+            self.screen.lines(
+                f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on."
+            )
+            return "stopped"
+        except ClusterError as error:
+            raise InputError(redact(str(error), settings.ray)) from None
+        except Unfit as error:
+            print(error, file=sys.stderr)
+            return "failed"
+        if outcome is None:
+            raise RuntimeError("the controller ended without an outcome")
+        self._print_outcome(outcome)
+        return outcome.status
+
+    def _print_outcome(self, outcome: Outcome) -> None:
+        reused = f", {outcome.reused} already done" if outcome.reused else ""
+        failed = f", {outcome.failed} failed" if outcome.failed else ""
+        counts = f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}"
+        why = wrapped(Text(one_line(outcome.why)), self.screen, 3) if outcome.why else []
+        last = [Text(one_line(text), "red") for text in (outcome.diverged, outcome.cause) if text]
+        answers = outcome.ran or outcome.reused or not outcome.cause
+        if answers:
+            from ablate.cli.answer_view import print_answer
+
+            below = len(why) + 2 + sum(math.ceil(text.cell_len / self.screen.width) for text in last)
+            print_answer(self.experiment, self.settings, self.screen, below, self.options.everything)
+        self.screen.print(*why, counts, sep="\n")
+        if answers:
+            self._print_report()
+        self.screen.lines(*last)  # whole: it ends with the line of the user's code
+
+    def _print_report(self) -> None:
+        settings, name = self.settings, self.experiment.name
+        index = settings.state / "reports" / name / "index.html"
+        if self.options.report and not is_current(settings.state, name):
+            try:
+                with self.screen.status("Writing the report"):
+                    made = make(settings.state, name, mlflow=settings.mlflow)
+                self.screen.lines(*filter(None, [made.trouble]))
+            except (NotebookError, InputError) as error:
+                remedy = f"The results are safe; `ablate report {name}` tries again."
+                self.screen.lines(f"The report was not written: {error}. {remedy}")
+        command = f"{program('ablate')} ui {name}{settings.state_option}"
+        line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
+        more = f"{line}; with MLflow: {command}" if index.exists() else line
+        self.screen.lines(more if len(more) <= self.screen.width else line)
+
+    def _notify_failure(self, progress: Progress) -> None:
+        """Send a notification of the first failure, and print errors of the notification hook."""
+        if progress.failed and not self.failed:
+            self._notify("trial failed", "running")
+        self.failed = progress.failed
+        self.screen.lines(*(self.hook.troubles() if self.hook else ()))
+
+    def _notify(self, event: str, status: str) -> None:
+        if self.hook:
+            self.hook.tell(self._message(event, status, time.time() - self.started))
+
+    def _message(self, event: str, status: str, seconds: float) -> dict[str, Json]:
+        """Return the content of a notification; `text` is the summary that a chat shows."""
+        name, trials, table, text = self.experiment.name, list[Member](), "", status
+        path = self.settings.state / "sweeps" / name / "ledger.db"
+        try:
+            if path.exists():
+                with closing(open_checked(path)) as ledger:
+                    trials = list({member.id: member for member in ledger.members()}.values())
+                    table = summary_of(ledger)
+                text = f"{event if status == 'running' else status} after {duration(seconds)}: "
+        except InputError as error:
+            trials, text = [], str(error)
+        counts = Counter(trial.status for trial in trials)
+        failed = [trial for trial in trials if trial.status in ("failed", "oom")]
+        return {
+            "event": event,
+            "sweep": name,
+            "question": self.experiment.keys.question,
+            "status": status,
+            "seconds": round(seconds, 1),
+            "counts": dict(counts),
+            "failures": [f"{trial.name} seed={trial.seed}: {trial.reason}" for trial in failed],
+            "table": table,
+            "text": f"{name}: {text}" + ", ".join(f"{number} {word}" for word, number in counts.items()),
+        }
 
 
 def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: JobOptions) -> None:

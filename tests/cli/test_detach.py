@@ -16,8 +16,7 @@ from support.experiments import IDLE, ablate, environment, program, statuses, un
 from support.gates import Gate
 
 from ablate.cli.settings import find_settings
-from ablate.cli.sweep import detached_command
-from ablate.cli.sweep_run import SweepOptions
+from ablate.cli.sweep import SweepOptions, detached_command
 from ablate.execution.sweep_control import holder
 from ablate.files import lock
 

@@ -15,7 +15,7 @@ from support.cases import every
 from support.commands import here
 from support.experiments import environment
 
-from ablate.cli import commands, recipe_targets
+from ablate.cli import commands, recipe
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -299,6 +299,6 @@ def test_no_script_hides_a_module_of_the_standard_library(folder):
 
 
 def test_the_help_names_every_verb_about_recipes():
-    verbs = typer.main.get_command(recipe_targets.app).commands
+    verbs = typer.main.get_command(recipe.app).commands
     _, about = commands.VERBS["Every day"]["recipe"]
     assert {verb for verb in verbs if verb not in re.sub(r"[^\w ]", " ", about).lower().split()} == set()

@@ -42,7 +42,7 @@ SIBLINGS = {
     "source of runs from elsewhere": (r"\bwandb_folders\b", ""),
     "setting": (
         r"\bnotify\b",
-        "ablate/execution/notify.py ablate/cli/sweep_run.py tests/reports/test_notify.py"
+        "ablate/execution/notify.py ablate/cli/sweep.py tests/reports/test_notify.py"
         " tests/judging/test_judged_files.py",
     ),
     "metric of an operand": (r"\bscale_saturated_frac\b", ""),

@@ -18,8 +18,7 @@ from support.commands import here
 from torch import nn
 
 from ablate.cli.options import Flags
-from ablate.cli.recipe import resolve
-from ablate.cli.recipe_targets import JobOptions, audit
+from ablate.cli.recipe import JobOptions, audit, resolve
 from ablate.errors import InputError
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize

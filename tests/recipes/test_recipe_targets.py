@@ -23,8 +23,7 @@ from support.cases import every
 from support.commands import here
 from torch import nn
 
-from ablate.cli import recipe_targets
-from ablate.cli.recipe import resolve
+from ablate.cli.recipe import export, resolve
 from ablate.engines import transformer_engine as engine
 from ablate.engines.hardware import installed
 from ablate.errors import InputError
@@ -101,7 +100,7 @@ def run(text: str) -> dict[str, object]:
 
 
 def test_the_command_offers_every_target_and_the_two_forms_of_a_recipe_file():
-    annotated = inspect.signature(recipe_targets.export).parameters["target"].annotation
+    annotated = inspect.signature(export).parameters["target"].annotation
     assert sorted(get_args(get_args(annotated)[0])) == sorted((*TARGETS, "json", "yaml"))
     assert HELD.keys() == TARGETS.keys()
 

@@ -11,7 +11,7 @@ lost. It never writes the nearest match.
     TARGETS["torchao"].write(PRESETS["mxfp4"](), Model())   Lost: fprop.x.block 1x32 ...
 
 A target is a function in a file of this folder, a line in TARGETS and a word of `--to` in
-cli/recipe_targets.py; docs/project/extending.md has the pages and tests that list it. Nothing here imports
+cli/recipe.py; docs/project/extending.md has the pages and tests that list it. Nothing here imports
 torch or a stack. Before it returns, a target compares the recipe that its output stands for with the one that
 was to be written, so a field that was added to recipes later is refused, not dropped.
 """

@@ -79,11 +79,8 @@ class TextWorkload(Training, Workload):
     context: int = Field(128, ge=2, le=1 << 24)
     """Tokens in a sequence."""
     model: Architecture | None = None
-    """Configuration of `transformers` that replaces the model that the next fields describe.
-
-    It is given as its fields with `model_type`, as a folder with config.json, or as a name on the hub. Its
-    weights are drawn from the seed.
-    """
+    """Configuration of `transformers` in place of the shape's fields: its fields with `model_type`, a folder
+    with config.json, or a name on the hub. Its weights are drawn from the seed."""
 
     @property
     def tokens_per_step(self) -> int:
