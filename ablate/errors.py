@@ -4,6 +4,7 @@ import difflib
 import re
 import unicodedata
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -53,6 +54,15 @@ class InputError(Exception):
     def __init__(self, *problems: Problem | str) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = list(problems)
+
+
+@contextmanager
+def as_input_error(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Turn errors of these classes within the block into an InputError with the same text, after `before`."""
+    try:
+        yield
+    except kinds as error:
+        raise InputError(f"{before}{error}") from None
 
 
 class OwnFunctionError(InputError):

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
-from ablate.errors import InputError, first_line, nearest, one_line
+from ablate.errors import InputError, as_input_error, first_line, nearest, one_line
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.result import Row, counts
 
@@ -98,10 +98,8 @@ def _examined(
     from ablate.experiment.recipe_source import load
     from ablate.verification.conformance.source import find, names
 
-    try:
+    with as_input_error(ValueError, before="--as "):
         made = load(recipe)
-    except ValueError as error:
-        raise InputError(f"--as {error}") from None
 
     if subject not in names() and Path(subject).is_file() and Path(subject).suffix in (".safetensors", ".pt"):
         raise InputError(f"{subject}: give the folder of the dumps, {Path(subject).parent}")

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from ablate.cli.common import console, plain_table
 from ablate.cli.option_groups import App
-from ablate.errors import InputError
+from ablate.errors import InputError, as_input_error
 from ablate.training.data import jobs, open_corpus, prepared, shards
 from ablate.training.data.documents import named
 from ablate.training.data.sources import HubText
@@ -92,14 +92,14 @@ def prepare(
     if show:
         if out or (text, dataset) != (TextOptions(), DatasetOptions()):
             raise InputError("--show: describes data as they are and writes nothing; omit the other options")
-        with _input_errors():
+        with as_input_error(OSError, ValueError):
             rows = [row for source in inputs for row in _described(source)]
         console().print(_table(rows))
         return
     if out is None:
         raise InputError("--out FOLDER is needed for the shards; --show describes INPUT and writes nothing")
     screen = console()
-    with _input_errors(), _output_folder(out):
+    with as_input_error(OSError, ValueError), _output_folder(out):
         kind(text.tokenizer)
         job, tokens = _job(inputs, text, dataset), dataset.tokens
         job = replace(job, tokenizer=text.tokenizer, shard_tokens=text.shard_tokens, tokens=tokens)
@@ -154,14 +154,6 @@ def _described(source: str) -> Iterator[tuple[str, str]]:
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
     return plain_table(rows=([Text(name, "bold"), Text(value, overflow="fold")] for name, value in rows))
-
-
-@contextmanager
-def _input_errors() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise InputError(str(error)) from None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from ablate.cli.settings import Settings
 from ablate.engines import makes_operands
 from ablate.engines.gpu_access import visible_gpus
 from ablate.engines.hardware import Machine, rented_machine
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, as_input_error, one_line
 from ablate.execution.forecast import Forecast, TimeNeeded, forecast, time_needed
 from ablate.execution.sweep_facts import blame_facts
 from ablate.execution.time_model import MachinePaces
@@ -46,10 +46,8 @@ def machine_of(capability: str | None, device: str | None) -> Machine | None:
         return None
     if device == "cpu":
         raise InputError("--capability: describes a machine with a GPU, and --device is cpu")
-    try:
+    with as_input_error(ValueError, before="--capability: "):
         return rented_machine(capability)
-    except ValueError as error:
-        raise InputError(f"--capability: {error}") from None
 
 
 def require_contracts(file: Path, experiment: Experiment, device: str) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import Due, Screen, plain_table, print_json, print_starting
-from ablate.errors import InputError
+from ablate.errors import InputError, as_input_error
 from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
@@ -68,10 +68,8 @@ def rank(
     sources = [source for source in (model, python, dumps) if source is not None]
     if (recipes and every) or len(sources) > 1:
         raise InputError("give recipes or --all, and at most one of --model, --python and --dumps")
-    try:
+    with as_input_error(ValueError):
         made = [recipe_source.load(name) for name in names]
-    except ValueError as error:
-        raise InputError(str(error)) from None
     print_starting("importing torch", quiet=as_json)
     from ablate.engines.blocks import passed_over
     from ablate.training import operand_capture

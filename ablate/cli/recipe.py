@@ -21,7 +21,7 @@ from ablate.cli.common import DONE, FAILED, console, plain_table
 from ablate.cli.option_groups import App
 from ablate.cli.options import Flags
 from ablate.engines.hardware import stray_switch
-from ablate.errors import InputError
+from ablate.errors import InputError, as_input_error
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
@@ -158,14 +158,12 @@ def print_differences(
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:
     """Return the recipe of a preset, a recipe file, or SWEEP:ARM with changed knobs (`knob=value`);
     InputError with all reasons. `flags` say where the state folder is."""
-    try:
+    with as_input_error(ValueError):
         if ":" in source and Path(source).suffix not in RECIPE_FILES:  # an arm, as its trials have it
             member = members_of(source, (flags or Flags()).settings().state)[0]
             recipe = recipe_source.parse(member.resolved.recipe or {}, source)
         else:
             recipe = recipe_source.load(source)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     pairs = [text.partition("=") for text in turned]
     hint = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
     if unfinished := [knob for knob, equals, _ in pairs if not equals]:
@@ -182,10 +180,8 @@ def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recip
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
     """Return the linear layers of a model; InputError if they cannot be listed, or if a rule selects none."""
-    try:
+    with as_input_error(OSError, ValueError, before=f"--model {model}: "):
         layers = described.outline(model).layers
-    except (OSError, ValueError) as error:
-        raise InputError(f"--model {model}: {error}") from None
     idle = [(number, select(rule.match, layers).reason) for number, rule in enumerate(recipe.layers.rules)]
     if reasons := [f"recipe.layers.rules.{number}.match: {reason}" for number, reason in idle if reason]:
         raise InputError(*reasons)

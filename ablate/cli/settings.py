@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ablate.engines.gpu_access import device_class
-from ablate.errors import InputError, nearest, passwords, redact
+from ablate.errors import InputError, as_input_error, nearest, passwords, redact
 from ablate.files import make_folder
 from ablate.store.databases import url
 
@@ -151,10 +151,8 @@ def _profile(name: str | None) -> tuple[Path, dict[str, object]]:
 
 
 def _read(file: Path) -> dict[str, dict[str, object]]:
-    try:
+    with as_input_error(OSError, ValueError, before=f"{file}: cannot be read: "):
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{file}: cannot be read: {error}") from None
     profiles = content.pop("profile", {})
     problems = [
         f"{file}: {key}: no such key at the top level; put settings below [profile.NAME]" for key in content

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ablate.cli.common import console, print_json
 from ablate.cli.options import Flags, JsonOption, complete_sweeps
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, as_input_error, nearest, one_line
 from ablate.store.checked_ledger import folders, open_ledger, unverified
 from ablate.store.ledger import Ledger
 
@@ -128,10 +128,8 @@ def _write_tables(
     from ablate.reports import frames
     from ablate.reports.plain_text import csv_cell
 
-    try:
+    with as_input_error(ValueError):
         found = frames.open(sweep, state=state)
-    except ValueError as error:
-        raise InputError(str(error)) from None
     target, screen = out or Path(f"{Path(sweep).stem}_tables"), console()
     target.mkdir(parents=True, exist_ok=True)
     with found as results:

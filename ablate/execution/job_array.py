@@ -32,7 +32,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from ablate.errors import InputError
+from ablate.errors import InputError, as_input_error
 from ablate.execution.messages import MalformedMessage, Message, TrialRequest
 from ablate.execution.supervisor import Supervisor
 from ablate.experiment.schema import Resources
@@ -159,10 +159,8 @@ def request_of(folder: Path, stage: int, task: int) -> TrialRequest:
         sizes = ", ".join(f"stage {number} has {len(each)}" for number, each in enumerate(stages, 1))
         raise InputError(f"{folder}: no task {task} of stage {stage}; {sizes} tasks")
     path = folder / "requests" / f"{stages[stage - 1][task]}.json"
-    try:
+    with as_input_error(OSError, MalformedMessage, before=f"{path}: "):
         request = TrialRequest.parse(path.read_bytes())
-    except (OSError, MalformedMessage) as error:
-        raise InputError(f"{path}: {error}") from None
     root = (folder / STATE).resolve()
     return replace(request, root=str(root), attempt=Store(root).begin(request.id))
 

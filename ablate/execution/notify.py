@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from ablate.errors import InputError, passwords, redact
+from ablate.errors import InputError, as_input_error, passwords, redact
 from ablate.files import Json
 
 POST_SECONDS = 10.0
@@ -87,10 +87,8 @@ class Hook:
 
 
 def _words(command: str) -> list[str]:
-    try:
+    with as_input_error(ValueError, before="--notify: not a command: "):
         words = shlex.split(command)
-    except ValueError as error:
-        raise InputError(f"--notify: not a command: {error}") from None
     if not words or shutil.which(words[0]) is None:
         raise InputError(
             f"--notify {words[0] if words else ''}: no such command; name one, or an http(s) URL"

@@ -7,7 +7,7 @@ nothing shows that digits are missing. `trainer_state.json` of Hugging Face's Tr
 from contextlib import suppress
 from pathlib import Path
 
-from ablate.errors import InputError, brief
+from ablate.errors import InputError, as_input_error, brief
 from ablate.judging.named_runs import NamedRun
 from ablate.judging.points import Points
 from ablate.judging.table_files import content, text
@@ -24,10 +24,8 @@ def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
     Sentences on lines that are left out are added to `said`. InputError if the format does not exist, the
     file cannot be read, or no line has metrics.
     """
-    try:
+    with as_input_error(ValueError, before=f"--logs {brief(logs)}: "):
         reader = open_reader(format_of(logs))
-    except ValueError as error:
-        raise InputError(f"--logs {brief(logs)}: {error}") from None
     points = Points(str(path), in_time=True)
     damaged: list[str] = []
     decoded = text(path) if logs == "lightning" else content(path).decode(errors="replace")
@@ -75,11 +73,9 @@ def likely(path: Path) -> list[str]:
 def read_state(path: Path) -> NamedRun:
     """Return the run of a `trainer_state.json`. InputError if it cannot be read."""
     points = Points(str(path), in_time=True)
-    try:
+    with as_input_error(Unreadable, before=f"{path}: "):
         for number, record in enumerate(state_records(text(path)), 1):
             _add(points, number, record)
-    except Unreadable as error:
-        raise InputError(f"{path}: {error}") from None
     if not points.records():
         raise InputError(f"{path}: its log_history is empty")
     name = path.parent.parent.name if path.parent.name.startswith("checkpoint-") else path.parent.name

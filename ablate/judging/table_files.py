@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ablate.errors import InputError, brief, first_line
+from ablate.errors import InputError, as_input_error, brief, first_line
 from ablate.files import Json
 from ablate.judging.named_runs import flat
 from ablate.judging.tables import Table
@@ -141,7 +141,7 @@ def read_json_lines(path: Path, said: list[str]) -> Table:
 
 def read_json(path: Path) -> Table | None:
     """Return the table of a JSON file, a list of objects or a flat one; None for a `trainer_state.json`."""
-    try:
+    with as_input_error(ValueError, before=f"{path}: "):
         parsed = _parsed(text(path))
         if isinstance(parsed, dict):
             if "log_history" in parsed:
@@ -151,8 +151,6 @@ def read_json(path: Path) -> Table | None:
         if not isinstance(parsed, list):
             raise ValueError("it is not a list of objects, one a row")
         rows = {number: _row(entry) for number, entry in enumerate(parsed, 1)}
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
     return _of_rows(path, rows)
 
 

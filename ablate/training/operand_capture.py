@@ -25,7 +25,7 @@ from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import Context, EmulatedLinear
 from ablate.engines.experts import is_attached
 from ablate.engines.recomputation import recompute
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, as_input_error, one_line
 from ablate.files import read_json
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import Layer, block_name, located
@@ -209,11 +209,9 @@ def of_model(source: str, count: int, seed: int = 0) -> Capture:
     if problems := [f"--model {source}: {field}: {why}" for field, why in workload.problems()]:
         raise InputError(*problems)
     clock = Clock(seed)
-    try:
+    with as_input_error(OSError, ValueError, before=f"--model {source}: "):
         model = frozen(given, workload.corpus.vocab, seed, weights=not drawn)
         engine = convert(model, bf16(), clock)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--model {source}: {error}") from None
     recompute(model, engine)
     batch, _ = workload.windows(seed, torch.device("cpu"))
 

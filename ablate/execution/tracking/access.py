@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from ablate.errors import InputError, first_line, redact
+from ablate.errors import InputError, as_input_error, first_line, redact
 from ablate.execution.tracking.runs import NOTE
 from ablate.store.databases import open_readonly, path_of, tables
 from ablate.store.ledger import Ledger
@@ -174,10 +174,8 @@ def look(uri: str) -> None:
         return
     if not path.exists():
         raise InputError(f"{path}: no such file")
-    with closing(open_readonly(path, LOOK_SECONDS)) as db:
-        try:
-            foreign = "alembic_version" not in tables(db)
-        except sqlite3.DatabaseError as error:
-            raise InputError(f"{path}: cannot be read: {error}") from None
+    unreadable = as_input_error(sqlite3.DatabaseError, before=f"{path}: cannot be read: ")
+    with closing(open_readonly(path, LOOK_SECONDS)) as db, unreadable:
+        foreign = "alembic_version" not in tables(db)
     if foreign:
         raise InputError(f"{path}: is no database of MLflow's")

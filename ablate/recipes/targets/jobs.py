@@ -5,13 +5,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ablate.errors import InputError
+from ablate.errors import InputError, as_input_error
 from ablate.recipes import Recipe
 from ablate.recipes.targets import fouroversix, megatron
 from ablate.recipes.targets.shell import Script, Started
@@ -28,15 +28,6 @@ _MAGIC = {
 _EXPORT = re.compile(r"\s*(?:export\s+|declare -x\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 
 
-@contextmanager
-def _reading(place: str = "") -> Iterator[None]:
-    """Make an InputError, which begins with the place, of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(f"{place}{error}") from None
-
-
 @dataclass(frozen=True)
 class Job:
     """A job's configuration: one of the first five fields, and its environment."""
@@ -51,7 +42,7 @@ class Job:
     fouroversix: Path | None = None
     environment: Path | None = None
 
-    @_reading()
+    @as_input_error(ValueError)
     def in_force(self) -> tuple[Recipe, dict[str, str]]:
         """Return the recipe that the job trains by, and its environment variables; InputError if nothing or
         too much is given, or it cannot be read or has no counterpart.
@@ -62,14 +53,14 @@ class Job:
         variables = self._started.environment
         return self._recipe(variables), variables
 
-    @_reading()
+    @as_input_error(ValueError)
     def ignored(self) -> list[str]:
         """Return a sentence for each argument about precision that Megatron-LM accepts and ignores;
         InputError if the arguments cannot be read.
         """
         return list(megatron.without_effect(self._started.words))
 
-    @_reading()
+    @as_input_error(ValueError)
     def blocks(self) -> int | None:
         """Return the number of the model's blocks, None if the arguments do not say it; InputError as
         `ignored`.
@@ -89,7 +80,7 @@ class Job:
         if self.made is not None:
             return _of_object(self.made)
         if self.fouroversix is not None:
-            with _reading(f"{self.fouroversix}: "):
+            with as_input_error(ValueError, before=f"{self.fouroversix}: "):
                 return fouroversix.read(_text(self.fouroversix))
         if self.te is not None:
             if self.te not in CLASSES:
@@ -119,7 +110,7 @@ def _of_object(made: str) -> Recipe:
         sys.path.pop(0)
     if isinstance(found, Recipe):
         return found
-    with _reading(f"--object {made}: "):
+    with as_input_error(ValueError, before=f"--object {made}: "):
         if is_te_recipe(found):
             return recipe_of(found)
         if is_torchao_config(found):
