@@ -153,10 +153,8 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
     if largest := memory(experiment, device):
         arm, needed = largest
         parts = ", ".join(f"{name} {_size(size)}" for name, size in needed._asdict().items())
-        yield (
-            f"\nGPU memory of a trial: at most about {_size(needed.total)} beside CUDA's own, by arm"
-            f" {one_line(arm)} ({parts})."
-        )
+        total = f"at most about {_size(needed.total)} beside CUDA's own, by arm {one_line(arm)}"
+        yield from (f"\nGPU memory of a trial: {total}.", f"  Parts: {parts}.")
 
 
 def _computed_elsewhere(experiment: Experiment) -> bool:

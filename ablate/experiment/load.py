@@ -215,9 +215,9 @@ def _notes(draft: Draft) -> Iterator[Problem]:
         (arm for arm in arms if file.arms and arm.name == file.against and arm.name in PRESETS), None
     )
     if named and any(arm.baseline not in (None, named.name) for arm in arms):
-        why = f"the baseline of arms with other workload values is preset {named.name} at their values"
-        right = "to compare with this arm, give it a name that is no preset's"
-        yield document.problem(("arms", named.name), f"{why}, not this arm; {right}")
+        why = f"arms with other workload values are compared with preset {named.name} at their values"
+        right = "To compare with this arm, give it a name that no preset has"
+        yield document.problem(("arms", named.name), f"{why}, not with this arm. {right}")
     shown = set()
     for arm in arms:  # a phase that the file itself names is refused instead
         preset = str(arm.knobs.get("recipe", draft.base.preset))

@@ -405,15 +405,15 @@ def planned(design: BlameDesign, names: BlameNames) -> str:
     """Return what a search may do, its error rate and the smallest damage that it finds, before it runs."""
     count, first, pairs = len(names.units), 2 * len(design.seeds), 2 * design.pairs
     listed = ", ".join(names.units[:_MOST_NAMED]) + ", ..." * (count > _MOST_NAMED)
-    steps = [f"{names.whole} and {names.baseline} ({first} runs)"]
+    steps = f"First {names.whole} and {names.baseline} run ({first} runs)."
     if design.searches:
-        steps.append(f"if there is a gap, up to {design.pairs} pairs of random halves ({pairs})")
+        steps += f" If there is a gap, up to {design.pairs} pairs of random halves follow ({pairs} runs)."
     tried = f"at most {design.most} candidates" if design.searches else "each unit"
     proof = design.runs - first - pairs
-    steps.append(f"{tried} alone, and all others, on seeds that took no part in the search ({proof})")
+    steps += f" Then {tried} run alone, and all others, on fresh seeds ({proof} runs)."
     return (
-        f"Blame: which of {count} units causes the gap: {listed}. {'; '.join(steps)}: at most"
-        f" {design.runs} runs. {_rate(design)} One with damage of {smallest(design):.2g} standard deviations"
+        f"Blame: which of {count} units causes the gap: {listed}. {steps} In all, at most {design.runs} runs."
+        f" {_rate(design)} One with damage of {smallest(design):.2g} standard deviations"
         f" between seeds is found with a chance of {CHANCE:.0%}.".replace("0%", "0 %")
     )
 

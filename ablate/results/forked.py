@@ -135,9 +135,9 @@ def estimand(design: Design, arms: Iterable[A]) -> str:
     past = "the starting weights" if design.trunk == START else f"a {design.trunk} checkpoint"
     rate = ", with a learning rate that falls to zero" if design.anneal else ""
     return (
-        f"Damage is the extra loss after {windows[-1]} steps from {past}{rate}: the harm of a recipe given"
-        " that past, not the gap of full runs. So few steps show noise at once and bias late, which favours"
-        " rounding to nearest: do not decide rounding or rotation by them alone."
+        f"Damage is the extra loss after {windows[-1]} steps from {past}{rate}. It is the harm of a recipe"
+        " given that past, not the gap of full runs. So few steps show noise at once and bias late, which"
+        " favours rounding to nearest. Do not decide rounding or rotation by them alone."
     )
 
 
