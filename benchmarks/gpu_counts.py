@@ -111,7 +111,10 @@ def row_of(kernel: Any, given: dict[str, Any]) -> str:
             turned = ["signs" not in constants, given.get("signs") is not None]
             return lower[0] != lower[1], turned[0] != turned[1]
         if "out" in given and "SIZE" in given:
-            return (BF16 if build.out == "bf16" else torch.float32) != given["out"].dtype, 0
+            rounds = (build.out == "bf16") == (given["out"].dtype == BF16)
+            return not rounds, ("base" in constants) != (given.get("base") is None)
+        if "BACK" in given and ("factor" in constants) != (given["factor"] is None):
+            return 1, 0
         copies = [(constants.get(name), given.get(name)) for name in ("FIRST", "OTHER", "FORM")]
         missing = sum((one is None) != (other is None) for one, other in copies)
         fields = [

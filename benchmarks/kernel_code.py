@@ -81,7 +81,8 @@ def operand(preset: str, slot: str, both: str | None = None) -> Build:
 NEAREST, STOCHASTIC, TILES = Quant(), Quant(rounding="stochastic"), Quant(block="16x16")
 POINTERS = ("values", "scales", "outer", "largest")
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
-ONE = {"FIRST_BY_ROW": False, "SECOND_BY_ROW": False}
+ONE = {"ONE_ROW": False, "FIRST_BY_ROW": False, "SECOND_BY_ROW": False, "SIZE": 4096}
+TURN = {"FORM": general_cuda.described(NEAREST, 32, False)}
 DECODED = {"TILE_ROWS": 1, "TILE_COLUMNS": 16, "BY_ROW": False, "DOWN": False, "SIZE": 4096}
 BUILDS = {
     "amax": copies(None, kernel="amaxes"),
@@ -101,7 +102,8 @@ BUILDS = {
     "count, rotated": Build("order_statistic", "counted", constants=ORDER),
     "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
     "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
-    "scale and round": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}),
+    "scale and round": Build("result", "scaled", "fp32", ONE | {"base": None}),
+    "scale, add and round": Build("result", "scaled", "fp32", ONE),
     **{
         f"general, {preset} {slot}": operand(preset, slot)
         for preset, slot in (
@@ -121,10 +123,22 @@ BUILDS = {
         "general_triton",
         "turn",
         warps=8,
-        constants={"FORM": general_cuda.described(NEAREST, 32, False), "BACK": False},
+        constants=TURN | {"BACK": False, "factor": None},
+    ),
+    "general, rotation there and back": Build(
+        "general_triton", "turn", warps=8, constants=TURN | {"BACK": True}
     ),
     "general, amax of rotated": copies(None, (PRESETS["quartet2"]().products.wgrad.x, 128), kernel="amaxes"),
-    "scale": Build("result", "scaled", "fp32", ONE | {"SIZE": 4096}, "fp32"),
+    "scale": Build("result", "scaled", "fp32", ONE | {"base": None}, "fp32"),
+    "scale and add": Build("result", "scaled", "fp32", ONE, "fp32"),
+    "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
+    "slope": Build(
+        "general_triton",
+        "rescaled",
+        "fp32",
+        {"FORM": operand("quartet", "fprop.w").constants["FIRST"], "ESTIMATOR": "clip_mask", "outer": None},
+        "fp32",
+    ),
     "decode": Build("result", "decoded", "bf16", DECODED, "fp32"),
 }
 """Every kernel with all that it can do, and the simpler launches of usual recipes."""
@@ -141,8 +155,12 @@ def module_of(name: str) -> Any:
 def type_of(name: str, build: Build) -> str:
     """Return a kernel argument's type, as a launch finds it."""
     kind = name.removeprefix("other_").rpartition("_")[2]
-    if build.module == "result" and kind in ("y", "out", "first", "second"):
-        return "*" + (build.out if kind == "out" else "fp32")
+    if kind == "out" and build.module == "result":
+        return "*" + build.out
+    numbers = ["y", "base", "first", "second", "current", "past", "entry", "before"]
+    numbers += {"turn": ["factor"], "rescaled": ["out"]}.get(build.kernel, [])
+    if kind in numbers:
+        return "*fp32"
     pointers = {"x": build.dtype, "scales": "fp32", "amax": "fp32", "out": "i32"}
     pointers |= {"outer": "fp32", "values": build.dtype if build.module == "result" else build.out}
     pointers |= dict.fromkeys(("counts", "found", "largest"), "i32")

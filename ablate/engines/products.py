@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ablate.engines.ranks import Divided, Sharded
+from ablate.engines.ranks import Divided, DrawArguments, Sharded
 from ablate.numerics import choices
 from ablate.numerics.estimators import slope
+from ablate.numerics.hadamard import scale_rotated
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
-from ablate.numerics.quantize import Keep, Operand, pad
+from ablate.numerics.quantize import Keep, Operand
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import FORWARD_COPY, Products
 
@@ -99,7 +100,7 @@ class Casting(Protocol):
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor: ...
 
-    def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor: ...
+    def draws_at(self, slot: str) -> DrawArguments: ...
 
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor: ...
 
@@ -246,7 +247,5 @@ def _through(
     product with the slope is taken in the rotated domain, where the cast was."""
     if factor is None:
         return gradient
-    rotation, width = products.fprop.hadamard, gradient.shape[1]
-    rotated = layer.rotated(gradient, slot, rotation)
-    scaled = (pad(rotated, 1, factor.shape[1]) * factor).to(gradient.dtype)
-    return layer.rotated(scaled, slot, rotation, back=True)[:, :width]
+    where = layer.draws_at(slot)["product"]
+    return scale_rotated(gradient, factor, products.fprop.hadamard, layer.clock, where)

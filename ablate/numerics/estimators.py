@@ -14,6 +14,8 @@ rounded."""
 
 def clip_mask(operand: Operand) -> Tensor:
     """Return 1 for scaled elements inside the grid, 0 for saturated ones, fp32 (arXiv 2505.14669)."""
+    if (mask := operand.on_device("clip_mask")) is not None:
+        return mask
     quant, scaled = _kept(operand)
     return (scaled.abs() < element_format(quant.element).max).to(torch.float32)
 
@@ -24,13 +26,19 @@ def dge(operand: Operand) -> Tensor:
     Source: arXiv 2501.17116, eq. 8. t in [0, 1) is the position of the scaled element between its two
     neighbours. Beyond the grid, by more than the rounding of the scale explains, the slope is 0.
     """
-    quant, scaled = _kept(operand)
-    estimator, element = quant.estimator, element_format(quant.element)
+    assert operand.quant is not None
+    estimator = operand.quant.estimator
     assert isinstance(estimator, Dge)
+    power = 1 / estimator.k - 1
+    # Beyond the grid the distance is infinite, a power of which is 0 unless the exponent is.
+    if power < 0 and (distance := operand.on_device("dge")) is not None:
+        return (distance**power / estimator.k).clamp(max=estimator.clip)
+    quant, scaled = _kept(operand)
+    element = element_format(quant.element)
     magnitude = scaled.abs()
     inside = magnitude.clamp(max=element.max)
     position = inside / element.step(inside)
-    slope = (2 * (position - position.floor()) - 1).abs() ** (1 / estimator.k - 1) / estimator.k
+    slope = (2 * (position - position.floor()) - 1).abs() ** power / estimator.k
     return torch.where(magnitude > element.max * _ROUNDED, 0.0, slope.clamp(max=estimator.clip))
 
 

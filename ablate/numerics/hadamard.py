@@ -116,6 +116,27 @@ def rotate(
     return (rotated * flips if back else rotated).to(z.dtype).view(padded.shape)
 
 
+def scale_rotated(
+    z: Tensor, factor: Tensor, spec: Hadamard | None, clock: Clock | None = None, where: int = 0
+) -> Tensor:
+    """Return (z R * factor) R^T, like z and rounded to its dtype at each step; z * factor unless rotated.
+
+    `factor`, fp32, has the rows of z, and at least as many columns as z R. The others are those of `rotate`.
+    """
+    if (
+        spec is not None
+        and general_cuda.can_rotate(z, spec.size)
+        and (factor.is_contiguous() if z.is_contiguous() else factor.t().is_contiguous())
+    ):
+        flips = signs(spec, torch.device("cpu"), clock, where)
+        return general_cuda.rotate(z, flips, True, factor)[:, : z.shape[1]]
+    there = z if spec is None else rotate(z, spec, clock, where)
+    width = there.shape[1]
+    # Computed in fp32, and rounded once.
+    scaled = torch.mul(there, factor[:, :width], out=torch.empty_like(there))
+    return scaled if spec is None else rotate(scaled, spec, clock, where, back=True)[:, : z.shape[1]]
+
+
 def butterflies(z: Tensor) -> Tensor:
     """Return z H / sqrt(size), fp32 [blocks, size], the size a power of two: sums and differences at
     distances 1, 2, 4, ..., then the factor. A matrix product would add in an order that depends on the

@@ -35,8 +35,9 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
     return numerator / torch.full_like(numerator, divisor)
 
 
-def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """Return a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
+def product(a: Operand, b: Operand, out: torch.dtype, base: Tensor | None = None) -> Tensor:
+    """Return base + a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
+    `base` is fp32 [M, N]; None: zeros.
 
     If the two are padded to different lengths, the shorter is padded with zeros. `out` fp32 keeps the
     accumulator of a tensor core; on a CPU this takes fp32 operands, at about twice the cost, since torch has
@@ -45,7 +46,9 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     left, right = _aligned(a, b)
     divisor = a.divisor * b.divisor
     if cuda.can_scale(left, a.amax, b.amax, divisor, out):
-        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out)
+        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base)
+    if base is not None:
+        return (base + product(a, b, torch.float32)).to(out)
     scale = alpha(a, b)
     if out == torch.float32:
         return _scaled(_fp32(left, right), scale, out)
@@ -70,11 +73,23 @@ def split_product(
     if len(a) == len(b) == 1:
         return product(a[0], b[0], out) if first is None else first
     pairs = [(left, right) for left in a for right in b]
-    begun = _of_parts(*pairs[0]) if first is None else first
-    return sum((_of_parts(left, right) for left, right in pairs[1:]), begun).to(out)
+    if first is None and len(pairs) == 2:
+        pairs.reverse()  # a sum of two has one order, and the first parts' product adds in its own launch
+    total = _of_parts(*pairs[0]) if first is None else first
+    for left, right in pairs[1:-1]:
+        total = _of_parts(left, right, total)
+    return _of_parts(*pairs[-1], total, out)
 
 
-def _of_parts(a: Operand, b: Operand) -> Tensor:
+def _of_parts(a: Operand, b: Operand, base: Tensor | None = None, out: torch.dtype = torch.float32) -> Tensor:
+    """Return base + a b^T, rounded once to `out`."""
+    if all(one.equal is None and one.nonzero is None for one in (a, b)):
+        return product(a, b, out, base)
+    sums = _of_few(a, b)
+    return (sums if base is None else base + sums).to(out)
+
+
+def _of_few(a: Operand, b: Operand) -> Tensor:
     """Return a b^T in fp32: of rows that are zero or equal, and of columns, one product at most."""
     if a.equal == 1 and a.quant is None:
         return _of_equal_columns(a, b)

@@ -37,7 +37,7 @@ from ablate.numerics.choices import SIGNS
 from ablate.numerics.formats import element_format
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
-from ablate.numerics.kernels import cpu, cuda, forms, general
+from ablate.numerics.kernels import cpu, cuda, forms, general, general_cuda
 from ablate.numerics.own import Own
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import GROUP, Clock, random_bits
@@ -106,6 +106,14 @@ class Operand:
             self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
         )
 
+    def on_device(self, estimator: str = "") -> Tensor | None:
+        """Return `rescaled`, or what a GPU's kernel makes of it for an estimator; None if no kernel can."""
+        if self.source is None or self.scaled is not None or self.quant is None:
+            return None
+        if not cuda.can_decode(self.source, self.block_scale, self.amax):
+            return None
+        return general_cuda.rescaled(self.source, self.quant, self.block_scale, self.amax, estimator)
+
     def rescaled(self) -> Tensor:
         """Return the input of the rounding, fp32 like `source`, which was kept; a kernel keeps nothing else.
 
@@ -114,6 +122,8 @@ class Operand:
         """
         if self.scaled is not None:
             return self.scaled
+        if (made := self.on_device()) is not None:
+            return made
         assert self.quant is not None
         assert self.source is not None
         one = torch.ones((), dtype=torch.float32, device=self.source.device)

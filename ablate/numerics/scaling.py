@@ -124,7 +124,7 @@ def percentile(
     """Return the order statistic k = ceil(p n) of the n magnitudes, without interpolation, fp32. Blocks whose
     largest magnitude is above it get the largest block scale, and their elements saturate."""
     assert p is not None
-    if amaxes.ndim == 1:
+    if amaxes.ndim < 2:
         return order_statistic(x, math.ceil(p * x.numel()))
     return x.abs().kthvalue(math.ceil(p * x.shape[1]), dim=1).values.to(torch.float32).view(-1, 1, 1, 1)
 
@@ -221,7 +221,7 @@ def outer_statistic(
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    grouped = amaxes.flatten()
+    grouped = amaxes.flatten() if amaxes.ndim else amaxes
     if isinstance(outer.statistic, Own):
         return own_calls.statistic("outer.statistic", outer.statistic, x, grouped)
     if outer.granularity == "row":

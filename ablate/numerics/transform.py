@@ -42,7 +42,9 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
 
     def take(part: Tensor, part_quant: Quant | None, kept: Tensor | None = None, equal: bool = False) -> None:
         nonlocal rest
-        taken.append(Part(part.to(x.dtype), part_quant, kept, equal))
+        if equal:  # one token is converted, not all
+            part = part[:1] if channels else part[:, :1]
+        taken.append(Part(part.to(x.dtype).expand_as(rest), part_quant, kept, equal))
         rest = rest - taken[-1].values
 
     if transform.mean:

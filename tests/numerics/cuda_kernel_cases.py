@@ -20,13 +20,14 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics import census, on_gpu
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.encoded import packed_by_kernel
-from ablate.numerics.hadamard import butterflies, rotate, signs
+from ablate.numerics.estimators import slope
+from ablate.numerics.hadamard import butterflies, rotate, scale_rotated, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, forms, general, general_cuda
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize, quantize_both
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Transform, tag
+from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform, tag
 from ablate.recipes import PRESETS
 from ablate.recipes.te_mapping import variants
 
@@ -345,6 +346,28 @@ def test_both_copies_take_their_own_statistic(statistic):
     assert made[1].amax != made[1].largest
 
 
+@pytest.mark.parametrize("statistic", ["delayed", "held"])
+def test_a_history_takes_one_launch_and_has_the_references_amaxes(statistic):
+    """Repeated, skipped and evaluated steps, zeros, what is not finite, and a window that changes."""
+    random, values = Random(1), [0.0, 1.0, 3e38, float("nan"), float("inf"), 1e-40]
+    for steps in (1, 3):
+        mine, theirs, step = History(), History(), 0
+        for number in range(30):
+            step += random.choice([0, 1, 1, 1, 5])
+            steps += number == 15
+            clock = Clock(0, random.choice(["training"] * 4 + ["evaluation"]), step)
+            amax = torch.tensor(random.choice([*values, random.random()]))
+            if random.random() < 0.1:  # as by a checkpoint
+                mine.amax, theirs.amax = dict(mine.amax), dict(theirs.amax)
+            with mock.patch.object(cuda, "remembered", wraps=cuda.remembered) as launched:
+                one = getattr(mine, statistic)(amax.to(DEVICE), clock, steps)
+            assert launched.call_count == 1
+            with mock.patch.object(cuda, "runs_on", return_value=False):
+                assert same(one.cpu(), getattr(theirs, statistic)(amax, clock, steps))
+            kept = {moment: float(entry) for moment, entry in mine.amax.items()}
+            assert kept == {moment: float(entry) for moment, entry in theirs.amax.items()}
+
+
 def test_a_rotation_adds_in_the_references_order():
     """Check the order of additions by the largest magnitude: in a sum that is a tie of bf16 but for what an earlier addition may have lost."""
     g = torch.Generator().manual_seed(0)
@@ -490,6 +513,10 @@ def test_a_product_is_scaled_and_rounded_as_by_torch(out):
         expected = (y * (numerator / torch.tensor(divisor))).to(out)
         given = [None if amax is None else amax.to(DEVICE) for amax in amaxes]
         assert same(cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out).cpu(), expected)
+        base = y.roll(1, 0)
+        expected = (base + y * (numerator / torch.tensor(divisor))).to(out)
+        added = cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out, base.to(DEVICE))
+        assert same(added.cpu(), expected)
 
 
 def test_a_product_takes_the_scale_of_rows_and_of_one_operand():
@@ -565,11 +592,43 @@ def test_a_rotation_alone_is_the_references(size, dtype, down, back):
     """There and back, by rows and by columns of memory, ragged."""
     spec, x = Hadamard(size=size, signs="per_call"), drawn((37, 150), "mixed", dtype)
     x, given = (x.t(), x.to(DEVICE).t()) if down else (x, x.to(DEVICE))
+    factor = drawn((x.shape[1] + -x.shape[1] % size, x.shape[0]), "ordinary").float()
+    factor = factor.t() if down else factor.t().contiguous()
     with mock.patch.object(cuda, "runs_on", return_value=False), builds.using(None):
         expected = rotate(x, spec, CLOCK, PRODUCT, back=back)
+        scaled = scale_rotated(x, factor, spec, CLOCK, PRODUCT)
     with mock.patch.object(general_cuda, "rotate", wraps=general_cuda.rotate) as launched:
         assert same(rotate(given, spec, CLOCK, PRODUCT, back=back).cpu(), expected)
-    assert launched.called
+        if back:
+            there = factor.to(DEVICE)
+            assert same(scale_rotated(given, there, spec, CLOCK, PRODUCT).cpu(), scaled)
+    assert launched.call_count == 1 + back
+
+
+ESTIMATED = {
+    "quartet": (PRESETS["quartet"]().fprop.w, Hadamard(size=32, signs="none")),
+    "microsoft_fp4": (PRESETS["microsoft_fp4"]().fprop.w, None),
+    "squares": (Quant(block="16x16", estimator=Dge(k=2), range=Range(prescale=0.75)), None),
+    "straight": (Quant(estimator=Dge(k=1)), None),
+}
+"""Forms with an estimator of the gradient, and their rotations."""
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_a_slope_and_what_was_rounded_are_the_references(name):
+    """Stored by rows and by columns; some elements are beyond the grid, and one block is not finite."""
+    quant, rotation = ESTIMATED[name]
+    x = drawn((32, 160), "mixed")
+    x[5, 3:6] = torch.tensor([float("nan"), -float("inf"), 3e38])
+    for given, down in ((x, False), (x, True)):
+        given = given.t() if down else given
+        theirs = quantize(given.float(), quant, rotation=rotation, clock=CLOCK, keep=True)
+        mine = quantize(given.float().to(DEVICE), quant, rotation=rotation, clock=CLOCK, keep="source")
+        assert mine.scaled is None
+        assert same(mine.rescaled().cpu(), theirs.scaled)
+        with mock.patch.object(general_cuda, "rescaled", wraps=general_cuda.rescaled) as launched:
+            assert same(slope(mine).cpu(), slope(theirs))
+        assert launched.call_count == 1
 
 
 def test_signs_become_words():

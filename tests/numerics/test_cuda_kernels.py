@@ -14,10 +14,12 @@ import torch
 from support.cases import dealt
 from support.triton_cases import run_cases
 
+from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import butterflies
 from ablate.numerics.kernels import cuda
 from ablate.numerics.kernels.launch_errors import reason
-from ablate.numerics.quantize import pad
+from ablate.numerics.quantize import Operand, pad
+from ablate.numerics.spec import Quant
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kernel_code import BUILDS, CAPABILITIES, compiled, machine_code
@@ -88,7 +90,7 @@ def test_a_kernel_compiles_to_exact_arithmetic(name, target):
     assert not {name for name in floats if not re.fullmatch(exact, name)}
     assert not [name for name in found if "ftz" in name]
     divisions = found["div.rn.f32"]
-    assert bool(divisions) == (BUILDS[name].kernel in ("cast", "scaled", "decoded"))
+    assert bool(divisions) == (BUILDS[name].kernel in ("cast", "scaled", "decoded", "rescaled"))
     # Held in registers, sixteen rows need no exchange between threads: what goes through shared memory is a
     # scale or a maximum.
     slabs = [form.slab for form in copies if form]
@@ -204,8 +206,16 @@ def test_the_digests_of_a_trial_launch_are_those_of_the_reference():
     ordered = magnitudes[cuda.TRIAL_RANK - 1], magnitudes[-1]
     flips, turned = torch.tensor(cuda.TRIAL_SIGNS), pad(x.t().float(), 1, 64).view(-1, 64)
     factor = ordered[0] * ordered[1] / torch.tensor(cuda.TRIAL_DIVISOR)
+    scales, amax = cuda.trial_scales(x)
+    size = Operand(x, Quant(), amax, scales, source=x).rescaled().abs()
+    inside = size.clamp(max=6)
+    position = inside / ELEMENTS["e2m1"].step(inside)
+    distance = (2 * (position - position.floor()) - 1).abs()
+    distance[size > 6 * (1 + 2.0**-20)] = torch.inf
     assert {
         "counted": cuda.digest(*(each.view(1) for each in ordered)),
         "scaled": cuda.digest((x.float() * factor).bfloat16()),
+        "remembered": cuda.digest(torch.stack([ordered[number] for number in (0, 1, 0, 0, 0)])),
+        "rescaled": cuda.digest(distance),
         "turned": cuda.digest(butterflies(turned * flips).bfloat16().view(272, 64)),
     } == cuda.TRIAL

@@ -67,6 +67,15 @@ def test_the_micro_batches_of_a_step_count_together_and_share_its_scale():
     ]
 
 
+def test_a_recipe_may_go_on_from_a_delayed_amax_to_a_held_one():
+    """In the middle of a period, and in evaluation."""
+    history = History()
+    for step, largest in enumerate(AMAXES[:6]):
+        look(history, "delayed:3", largest, step)
+    assert look(history, "hold:2", 1.0, 6, "evaluation") == AMAXES[2]
+    assert look(history, "hold:4", 1.0, 6) == AMAXES[4]
+
+
 def test_values_above_an_old_amax_saturate_and_below_it_use_less_of_the_range():
     history = History()
     quant = Quant(outer=Outer(statistic="delayed:1"))

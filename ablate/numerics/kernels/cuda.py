@@ -68,7 +68,13 @@ def unusable(device: torch.device) -> str:
     return problem(device)
 
 
-TRIAL = {"counted": "9f183705ea88ee52", "scaled": "89f0c80cc48dfd14", "turned": "06a8e00345f4f0b8"}
+TRIAL = {
+    "counted": "9f183705ea88ee52",
+    "remembered": "295747eb62673cf7",
+    "scaled": "89f0c80cc48dfd14",
+    "turned": "06a8e00345f4f0b8",
+    "rescaled": "06bed2027bbbcc35",
+}
 """Digests of the reference's results for `trial_matrix`, by kernel; a test computes them again."""
 TRIAL_CLOCK, TRIAL_WHERE, TRIAL_RANK, TRIAL_DIVISOR = Clock(5, step=7), 3, 4000, 48.0
 TRIAL_SIGNS = 32 * [1] + 32 * [-1]
@@ -82,6 +88,12 @@ def trial_matrix() -> Tensor:
     powers = torch.tensor([2.0**exponent for exponent in range(-9, 10)], dtype=torch.float32)
     x = (number * 7919 % 4093 - 2046).to(torch.float32) * powers[number * 31 % 19]
     return x.view(17, 272).to(torch.bfloat16)
+
+
+def trial_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return block scales and an amax for `trial_matrix`."""
+    scales = x[:, ::16].abs().to(torch.float32)
+    return scales[:, None, :, None], x.new_full((), TRIAL_DIVISOR, dtype=torch.float32)
 
 
 def digest(*parts: Tensor) -> str:
@@ -105,8 +117,10 @@ def problem(device: torch.device) -> str:
         x = trial_matrix().to(device)
         ordered = order_statistic(x, None, TRIAL_RANK)
         product = scaled(x.to(torch.float32), *ordered, TRIAL_DIVISOR, torch.bfloat16)
+        past = ordered[0].expand(3).contiguous()
         found = {
             "counted": digest(*(each.view(1) for each in ordered)),
+            "remembered": digest(*(each.view(-1) for each in remembered(ordered[1], past, ordered[0], 1, 3))),
             "scaled": digest(product),
         } | {name: digest(launch(x)) for name, launch in OTHER_TRIALS.items()}
     except Exception as error:  # whatever Triton, the compiler or the driver raises
@@ -144,23 +158,34 @@ def can_scale(
 
 
 def scaled(
-    y: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype
+    y: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    divisor: float,
+    out: torch.dtype,
+    base: Tensor | None = None,
 ) -> Tensor:
-    """Return y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch. y is fp32
-    [M, N], contiguous, and overwritten if `out` is fp32; `first` and `second` are the operands' amaxes, fp32
-    on the device: a scalar, or [M, 1] and [N, 1]; None: 1. `divisor` is the product of their divisors."""
+    """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch.
+
+    y is fp32 [M, N], contiguous, and overwritten if `out` is fp32; `base`, like y, None for zeros. `first`
+    and `second` are the operands' amaxes, fp32 on the device: a scalar, or [M, 1] and [N, 1]; None: 1.
+    `divisor` is the product of their divisors.
+    """
     from ablate.numerics.kernels import result as device_code
 
     target = y if out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
     if first is second is None:
         divisor = 1 / divisor  # in fp64, as in `product.alpha`
+    one_row = base is not None and base.stride() == (0, 1)
+    base = base if base is None or one_row else base.contiguous()
     per_row = [amax is not None and amax.ndim > 0 for amax in (first, second)]
     if y.numel():
         grid = (-(-y.numel() // device_code.SIZE),)
         with torch.cuda.device_of(y):
             device_code.scaled[grid](
-                y, target, first, second, divisor, y.numel(), y.shape[-1], *per_row, device_code.SIZE, **EXACT
-            )
+                y, target, base, first, second, divisor, y.numel(), y.shape[-1], one_row, *per_row,
+                device_code.SIZE, **EXACT,
+            )  # fmt: skip
     return target
 
 
@@ -228,6 +253,24 @@ def zeros(number: int, device: torch.device) -> Tensor:
 def forget_zeros() -> None:
     """Forget the words that are left, which are those of a device that is no more."""
     _zeroed.clear()
+
+
+def remembered(
+    current: Tensor, past: Tensor | None, entry: Tensor | None, shift: int, steps: int
+) -> list[Tensor]:
+    """Return what `result.remembered` writes of fp32 scalars and `past` [n]: the statistic of a step, its
+    entry, and those of the steps before it [steps].
+
+    The first two have memory of their own: an entry is kept for many steps."""
+    from ablate.numerics.kernels import result as device_code
+
+    out, before = (torch.empty(size, dtype=torch.float32, device=current.device) for size in (2, steps))
+    with torch.cuda.device_of(current):
+        device_code.remembered[(1,)](
+            current, past, entry, out, before, shift, 0 if past is None else len(past), steps,
+            1 << max(0, steps - 1).bit_length(), **EXACT,
+        )  # fmt: skip
+    return [*out, before]
 
 
 def can_order(x: Tensor) -> bool:

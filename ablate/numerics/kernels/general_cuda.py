@@ -318,14 +318,30 @@ def _statistic(memory: Tensor, form: Form, largest: Tensor | None) -> tuple[Tens
     return largest if form.statistic is None else form.statistic(largest), largest
 
 
+def rescaled(
+    x: Tensor, quant: Quant, block_scale: Tensor | None, amax: Tensor | None, estimator: str
+) -> Tensor:
+    """Return what was rounded of x [rows, columns], in one launch, fp32 and stored as x is; or of an
+    `estimator` what general_triton.py says. x is the source that a quantised copy kept."""
+    out, (rows, columns) = torch.empty_like(x, dtype=torch.float32), x.shape
+    form, kernels = described(quant, 0, not x.is_contiguous()), code()
+    programs = -(-x.numel() // (kernels.LINES.value * kernels.LENGTH.value))
+    with torch.cuda.device_of(x):
+        kernels.rescaled[(programs,)](
+            x, out, block_scale, amax, rows, columns, x.numel(), form, estimator, **cuda.EXACT
+        )
+    return out
+
+
 def can_rotate(x: Tensor, size: int) -> bool:
     """Return True if `rotate` can compute this: bf16 or fp32 on a GPU."""
     return size in SIZES and cuda.can_take(x)
 
 
-def rotate(x: Tensor, flips: Tensor, back: bool) -> Tensor:
+def rotate(x: Tensor, flips: Tensor, back: bool, factor: Tensor | None = None) -> Tensor:
     """Return x [rows, columns] rotated along its columns, padded with zeros, stored as x is. `flips` are the
-    signs, fp32 [size] of +1 and -1 on the CPU, a size of SIZES; `back`: by the transpose."""
+    signs, fp32 [size] of +1 and -1 on the CPU, a size of SIZES; `back`: by the transpose. With a `factor`,
+    fp32 stored as x, rotate, multiply by it, and rotate back."""
     down, (lines, length), size = not x.is_contiguous(), x.shape, len(flips)
     # By tiles: slabs hold groups of sixteen alone.
     width, form = length + -length % size, replace(described(Quant(), size, down), slab=False)
@@ -333,14 +349,16 @@ def rotate(x: Tensor, flips: Tensor, back: bool) -> Tensor:
     grid, options = launch(memory.shape, [form])
     with torch.cuda.device_of(x):
         code().turn[grid](
-            memory, out.t() if down else out, lines, length, width, *sign_words(flips), form, back, **options
-        )
+            memory, out.t() if down else out, factor, lines, length, width,
+            width if factor is None else factor.shape[1], *sign_words(flips), form, back, **options,
+        )  # fmt: skip
     return out
 
 
 cuda.OTHER_TRIALS["turned"] = lambda x: rotate(
     x.t(), torch.tensor(cuda.TRIAL_SIGNS, dtype=torch.float32), False
 )
+cuda.OTHER_TRIALS["rescaled"] = lambda x: rescaled(x, Quant(), *cuda.trial_scales(x), "dge")
 
 
 def _laid(rows: int, columns: int, down: bool, dtype: torch.dtype, device: torch.device) -> Tensor:

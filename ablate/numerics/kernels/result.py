@@ -1,9 +1,9 @@
-"""Device code in Triton, launched by cuda.py: fp32 sums of a product scaled and rounded, operands decoded."""
+"""Device code in Triton, launched by cuda.py: products scaled and rounded, operands decoded, amaxes kept."""
 
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.arithmetic import nearest_bf16, stored, to_float
+from ablate.numerics.kernels.arithmetic import FLT_MAX, nearest_bf16, stored, to_float
 
 SIZE = 4096
 """Elements of a program."""
@@ -11,15 +11,16 @@ SIZE = 4096
 
 @triton.jit(do_not_specialize=["first", "second"])
 def scaled(
-    y, out, first, second, divisor, count, columns,
-    FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+    y, out, base, first, second, divisor, count, columns,
+    ONE_ROW: tl.constexpr, FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write y times the product's factor, rounded once to bf16, or not if `out` is fp32. The factor is first
-    * second / divisor in fp32, in this order, as in `product.alpha`.
+    """Write y times the product's factor, plus `base` if that is not None, rounded once to bf16, or not if
+    `out` is fp32. The factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
 
-    y is fp32 [rows, columns], stored without gaps; `out` lies alike, and may be y itself. The operands'
-    amaxes, `first` and `second`, are fp32 in memory: scalars, or one for each row of y, and for each column;
-    None: 1. `divisor` is the product of their divisors; the factor itself if there are no amaxes.
+    y is fp32 [rows, columns], stored without gaps; `out` and `base`, fp32, lie alike. `out` may be y itself,
+    and `base` may have ONE_ROW. The operands' amaxes, `first` and `second`, are fp32 in memory: scalars, or
+    one for each row of y, and for each column; None: 1. `divisor` is the product of their divisors; the
+    factor itself without amaxes.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
@@ -32,6 +33,8 @@ def scaled(
             numerator = numerator * of_product(second, at % columns, inside, SECOND_BY_ROW)
         factor = tl.div_rn(numerator, divisor)
     product = tl.load(y + at, mask=inside, other=0.0) * factor
+    if base is not None:
+        product = tl.load(base + (at % columns if ONE_ROW else at), mask=inside, other=0.0) + product
     if out.dtype.element_ty == tl.bfloat16:
         product = nearest_bf16(product)
     tl.store(out + at, stored(product, out.dtype.element_ty), mask=inside)
@@ -73,3 +76,32 @@ def decoded(
     if amax is not None:
         decode = decode * of_product(amax, row, inside, BY_ROW)
     tl.store(out + at, value * (decode * factor), mask=inside)
+
+
+@triton.jit(do_not_specialize=["current", "past", "entry", "out", "before", "shift", "known"])
+def remembered(current, past, entry, out, before, shift, known, STEPS: tl.constexpr, SIZE: tl.constexpr):
+    """Write a step's statistic and entry, `out`, and the entries of STEPS steps `before` it, newest first.
+
+    The statistic is the largest of those, and without STEPS that entry, which then stays once it is not zero;
+    `current` in place of a zero. `entry` is that of the last step, `shift` steps ago, and `past` those of
+    `known` steps before it; None: zeros. A NaN or an infinity counts as zero. One program.
+    """
+    now = tl.load(current)
+    finite = tl.where(now <= FLT_MAX, now, 0.0)
+    kept = finite * 0.0
+    if entry is not None:
+        kept = tl.load(entry)
+    if STEPS == 0:
+        kept = tl.where(kept == 0, finite, kept)
+        largest = kept
+    else:
+        number = tl.arange(0, SIZE)
+        place, inside = number - shift, number < STEPS
+        older = tl.where((place == -1) & inside, kept, 0.0)
+        if past is not None:
+            older += tl.load(past + place, mask=(place >= 0) & (place < known) & inside, other=0.0)
+        tl.store(before + number, older, mask=inside)
+        largest = tl.max(older, axis=0)
+        kept = tl.where(shift == 0, tl.maximum(kept, finite), finite)
+    tl.store(out + 1, kept)
+    tl.store(out, tl.where(largest == 0, now, largest))
