@@ -133,7 +133,7 @@ BUILDS = {
     "scale and add": Build("result", "scaled", "fp32", ONE, "fp32"),
     "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
     "slope": Build(
-        "general_triton",
+        "slopes",
         "rescaled",
         "fp32",
         {"FORM": operand("quartet", "fprop.w").constants["FIRST"], "ESTIMATOR": "clip_mask", "outer": None},
@@ -146,9 +146,9 @@ BUILDS = {
 
 def module_of(name: str) -> Any:
     """Return the file of device code."""
-    from ablate.numerics.kernels import general_triton, order_statistic, result
+    from ablate.numerics.kernels import general_triton, order_statistic, result, slopes
 
-    modules = (general_triton, order_statistic, result)
+    modules = (general_triton, order_statistic, result, slopes)
     return {module.__name__.rpartition(".")[2]: module for module in modules}[name]
 
 

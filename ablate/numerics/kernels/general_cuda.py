@@ -322,12 +322,14 @@ def rescaled(
     x: Tensor, quant: Quant, block_scale: Tensor | None, amax: Tensor | None, estimator: str
 ) -> Tensor:
     """Return what was rounded of x [rows, columns], in one launch, fp32 and stored as x is; or of an
-    `estimator` what general_triton.py says. x is the source that a quantised copy kept."""
+    `estimator` what slopes.py says. x is the source that a quantised copy kept."""
     out, (rows, columns) = torch.empty_like(x, dtype=torch.float32), x.shape
+    from ablate.numerics.kernels import slopes
+
     form, kernels = described(quant, 0, not x.is_contiguous()), code()
     programs = -(-x.numel() // (kernels.LINES.value * kernels.LENGTH.value))
     with torch.cuda.device_of(x):
-        kernels.rescaled[(programs,)](
+        slopes.rescaled[(programs,)](
             x, out, block_scale, amax, rows, columns, x.numel(), form, estimator, **cuda.EXACT
         )
     return out
