@@ -409,9 +409,10 @@ class EmulatedLinear(Replacement):
     def _weight(self) -> list[Operand]:
         spec = self.products.fprop
         quant = None if spec.w is None else spec.w.cast
-        return self.operand(
-            self.whole_weight().to(torch.bfloat16), "fprop.w", quant, spec.hadamard, keep=True
-        )
+        w = self.whole_weight().to(torch.bfloat16)
+        # A GPU's kernels keep no codes, which follow from values that are exact.
+        keep: Keep = "source" if w.is_cuda and quant is not None and not quant.wide else True
+        return self.operand(w, "fprop.w", quant, spec.hadamard, keep)
 
     def whole_weight(self) -> Tensor:
         """Return the weight [out, in] without its graph; if it is sharded, gathered from all ranks."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ablate.engines.products import Casting, Kept, Redrawing, backward, forward
 from ablate.numerics.product import product
-from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, bounded, compared, spread
+from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, bounded, compare, spread
 from ablate.numerics.quantize import Operand
 from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import FORWARD_COPY, Products
@@ -100,15 +100,13 @@ def _error(
     drawing = [quant for quant in _multiplied(products, name) if quant.draws]
     random = bool(drawing) and all(map(bounded, drawing))
     with torch.no_grad():
+        exact = product(Operand(sources[0]), Operand(sources[1]), torch.float32)
+        own = compare(measured, exact)
         if layer.emulates and not random:
-            (own,) = compared([measured], *sources)
             return ProductError(name, own, own, 0.0, slack)
         other, drawn = again()
-        own, its = compared([measured, drawn], *sources)
-        if not random:
-            return ProductError(name, own, its, 0.0, slack)
-        exact = product(Operand(sources[0]), Operand(sources[1]), torch.float32)
-        return ProductError(name, own, its, spread(exact, *other.multiplied), slack)
+        reach = spread(exact, *other.multiplied) if random else 0.0
+        return ProductError(name, own, compare(drawn, exact), reach, slack)
 
 
 def slack_of(products: Products, name: str, terms: int) -> float:

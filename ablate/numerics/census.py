@@ -1,16 +1,17 @@
 """Sums and counts over the elements and blocks of a quantised operand, in double precision, for telemetry."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import element_format
+from ablate.numerics import gpu_sums
+from ablate.numerics.formats import SCALES, element_format
 from ablate.numerics.kernels import cpu, forms
 from ablate.numerics.quantize import Operand, pad
 from ablate.numerics.scaling import element_scales, encode_scale
-from ablate.numerics.spec import Quant
 
 
 @dataclass(frozen=True)
@@ -34,30 +35,47 @@ class Census:
     saturated: int
     clipped: int
     blocks: Tensor
-    """Largest |x| of each block, fp32, in any shape. In the same shape: `block_scaled`, its largest |y|, and
-    `block_power`, its sum of x^2 in fp64."""
-    block_scaled: Tensor
-    block_power: Tensor
-    block_elements: int
+    """Largest |x| of each block, in any shape."""
+    crest: float
+    """Median over blocks of largest |x| over root mean square, without blocks of zeros; NaN if all are."""
+    filled: int
+    """Blocks that are not zero. `blocks_saturated`: some |y| is beyond the grid."""
+    blocks_saturated: int
+    scales_zero: int
+    """Block scales of filled blocks that are zero. `scales_saturated`: at their bound; `scales_clipped`: at
+    the format's largest, and should have been larger. All 0 without block scales."""
+    scales_saturated: int
+    scales_clipped: int
     dead: float
     """Energy of the error in the dead zone, and in scales (`parts_of_error`); the rest of `error` is noise of
     the grid."""
     scale_bias: float
 
 
-def last_step(quant: Quant) -> float:
-    """Return the distance between the two largest grid values; values up to half of it above are rounded."""
-    grid = element_format(quant.element)
-    return grid.step(torch.tensor([grid.max], dtype=torch.float32)).item()
-
-
 def census(operand: Operand) -> Census:
     """Return the census of an operand that kept its source, in one compiled pass if its form has one."""
     assert operand.quant is not None
+    if operand.scaled is not None:
+        return reference(operand)
+    sums = gpu_sums.of_operand(operand)
+    if sums is not None:
+        return _on_gpu(operand, *sums)
     on_cpu = operand.values.device.type == "cpu"
-    if operand.scaled is None and on_cpu and forms.nvidia(operand.quant):
-        return compiled(operand)
-    return reference(operand)
+    return compiled(operand) if on_cpu and forms.nvidia(operand.quant) else reference(operand)
+
+
+def _on_gpu(operand: Operand, sums: Tensor, blocks: Tensor, crests: Tensor) -> Census:
+    """Return the census from the sums of a GPU, in one wait for it."""
+    assert operand.quant is not None
+    assert operand.source is not None
+    mean = torch.linalg.vector_norm(operand.source.mean(dim=0, dtype=torch.float64))
+    *numbers, crest, norm = torch.stack([*sums, crests.nanmedian(), mean]).cpu().tolist()
+    fields: dict[str, Any] = dict(zip(gpu_sums.NAMES, numbers, strict=True))
+    error_inner = fields.pop("error_inner")
+    if not operand.quant.block and fields["quantised_power"]:  # all elements have one scale
+        fields["scale_bias"] = error_inner**2 / fields["quantised_power"]
+    size = operand.source.numel()
+    return Census(size, mean_power=norm**2 * len(operand.source), blocks=blocks, crest=crest, **fields)
 
 
 def compiled(operand: Operand) -> Census:
@@ -82,10 +100,7 @@ def compiled(operand: Operand) -> Census:
     return Census(
         elements=source.numel(),
         mean_power=means.square().sum().item() * source.shape[0],
-        blocks=blocks,
-        block_scaled=blocks * scales.view(blocks.shape),
-        block_power=block_power,
-        block_elements=rows * columns,
+        **_of_blocks(operand, blocks, blocks * scales.view(blocks.shape), block_power, rows * columns),
         **totals,
     )
 
@@ -108,13 +123,46 @@ def reference(operand: Operand) -> Census:
         mean_power=x.mean(dim=0).square().sum().item() * x.shape[0],
         zeros=((q == 0) & (x != 0)).sum().item(),
         saturated=(y > top).sum().item(),
-        clipped=(y > top + last_step(quant) / 2).sum().item(),
-        blocks=blocks.abs().amax(dim=(1, 3)),
-        block_scaled=_blocks(operand, y).amax(dim=(1, 3)),
-        block_power=blocks.square().sum(dim=(1, 3)),
-        block_elements=blocks.shape[1] * blocks.shape[3],
+        clipped=(y > top + gpu_sums.last_step(quant) / 2).sum().item(),
+        **_of_blocks(
+            operand,
+            blocks.abs().amax(dim=(1, 3)),
+            _blocks(operand, y).amax(dim=(1, 3)),
+            blocks.square().sum(dim=(1, 3)),
+            blocks.shape[1] * blocks.shape[3],
+        ),
         **parts_of_error(operand),
     )
+
+
+def _of_blocks(operand: Operand, blocks: Tensor, scaled: Tensor, power: Tensor, size: int) -> dict[str, Any]:
+    """Return the fields that count blocks of `size` elements, from the largest |x|, the largest |y| and the
+    power of each."""
+    quant, scales = operand.quant, operand.block_scale
+    assert quant is not None
+    fields = {
+        "blocks": blocks,
+        "crest": (blocks / (power / size).sqrt()).nanmedian().item(),  # NaN for a block of zeros
+        "filled": _count(blocks > 0),
+        "blocks_saturated": _count(scaled > element_format(quant.element).max),
+        **dict.fromkeys(("scales_zero", "scales_saturated", "scales_clipped"), 0),
+    }
+    if scales is None or quant.scale is None:
+        return fields
+    amaxes, top = blocks.view(scales.shape), SCALES[quant.scale.format].max
+    reach = top * quant.top / operand.divisor
+    reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
+    too_large = amaxes > reach * (1 + 2**-4)  # half a step of E4M3 above the top rounds to it
+    bound = min(quant.outer.bound if quant.outer else math.inf, top)
+    return fields | {
+        "scales_zero": _count((scales == 0) & (amaxes > 0)),
+        "scales_saturated": _count(scales >= bound),
+        "scales_clipped": _count((scales == top) & too_large),
+    }
+
+
+def _count(mask: Tensor) -> int:
+    return int(mask.count_nonzero())
 
 
 def parts_of_error(operand: Operand) -> dict[str, float]:

@@ -20,8 +20,8 @@ draws does not: an element that is rarely rounded up was often rounded down in a
 errors of both operands is left out. The relative error of the same products differs by as much, and by a part
 `RELATIVE` of itself, which clean trainings stay below (benchmarks/product_gains.py).
 
-    measured, drawn = compared([theirs, ours], a, b)
-    Expected.of(drawn, spread).covers(measured)
+    exact = product(Operand(a), Operand(b), torch.float32)
+    Expected.of(compare(ours, exact), spread).covers(compare(theirs, exact))
 
 Not modelled: rotations whose signs the emulator does not know, and draws of users' functions (`bounded`).
 """
@@ -33,10 +33,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ablate.numerics import gpu_sums
 from ablate.numerics.formats import SCALES, element_format
 from ablate.numerics.own import Own
-from ablate.numerics.product import product
-from ablate.numerics.quantize import Operand
+from ablate.numerics.quantize import Operand, pad
 from ablate.numerics.spec import Quant, rounding_of
 
 ALPHA = 1e-8
@@ -48,7 +48,7 @@ differ by 2^-8 at most, and few of them are."""
 RELATIVE = 0.05
 """Part by which the relative errors of two draws may differ."""
 ROWS = 2048
-"""Rows of an exact product that are in memory at once."""
+"""Rows of a product that are in memory in fp64 at once."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,17 @@ class Sums:
 
 
 def compare(y: Tensor, exact: Tensor) -> Sums:
-    """Return the sums over a product and the exact one, of fp32 or fp64; squares and sums are in fp64."""
-    y, exact = y.double(), exact.double()
-    values = (exact.square(), y * exact, (y - exact).square())
-    power, inner, error = (value.sum().item() for value in values)
-    return Sums(power, inner, error)
-
-
-def compared(products: Sequence[Tensor], a: Tensor, b: Tensor) -> list[Sums]:
-    """Return the sums over each of several products [rows, columns], of any dtype, and the exact a b^T of the
-    unquantised operands [rows, contraction] and [columns, contraction], which is accumulated in fp32."""
-    totals = [Sums(0.0, 0.0, 0.0)] * len(products)
-    for start in range(0, a.shape[0], ROWS):
-        exact = product(Operand(a[start : start + ROWS]), Operand(b), torch.float32)
-        parts = (compare(y[start : start + ROWS].to(torch.float32), exact) for y in products)
-        totals = [total + part for total, part in zip(totals, parts, strict=True)]
-    return totals
+    """Return the sums over a product [rows, columns], of any dtype, and the exact one, fp32 or fp64; squares
+    and sums are in fp64."""
+    made = gpu_sums.of_product(y, exact)
+    if made is not None:
+        return Sums(*made.cpu().tolist())
+    total = Sums(0.0, 0.0, 0.0)
+    for own, true in zip(y.split(ROWS), exact.split(ROWS), strict=True):
+        own, true = own.double(), true.double()
+        values = (true.square(), own * true, (own - true).square())
+        total += Sums(*torch.stack([value.sum() for value in values]).cpu().tolist())
+    return total
 
 
 def bounded(quant: Quant) -> bool:
@@ -116,29 +111,32 @@ def spread(y: Tensor, a: Sequence[Operand], b: Sequence[Operand]) -> float:
     for one, other, z in ((a, b, y), (b, a, y.t())):
         for own in one:
             if own.quant is not None and own.quant.draws:
-                width = own.values.shape[1]
-                values = sum(_to_width(_values(part), width) for part in other)
-                total += _moves(own, z @ values)
+                first, *rest = (_to_width(_values(part), own.values.shape[1]) for part in other)
+                total += _moves(own, z @ sum(rest, first))
     return total
 
 
 def _to_width(z: Tensor, width: int) -> Tensor:
     """Return a matrix with so many columns: padded with zeros, or without its padding."""
-    return torch.nn.functional.pad(z, (0, max(0, width - z.shape[1])))[:, :width]
+    return pad(z, 1, width or 1)[:, :width]
 
 
 def _moves(operand: Operand, weights: Tensor) -> float:
     """Return the sum over an operand's random roundings of the squared change of <operand, weights>."""
-    quant, weights = operand.quant, weights.double()
+    quant = operand.quant
     assert quant is not None
+    scale_draws = quant.scale is not None and rounding_of(quant.scale.rounding).draws
+    if not scale_draws and gpu_sums.can_sum(operand):
+        return gpu_sums.of_moves(operand, weights).item()
+    weights = weights.double()
     if quant.rounding == "ms_eden":  # moves the scale of a block by one step of its format
         assert quant.scale is not None
-        moves = _tiles(operand, _values(operand) * weights).sum((1, 3))
+        moves = tiles(operand, _values(operand) * weights).sum((1, 3))
         moves = moves * 2.0 ** -SCALES[quant.scale.format].mantissa
     else:
         moves = steps(operand) * weights
-        if quant.scale is not None and rounding_of(quant.scale.rounding).draws:  # a whole block at once
-            moves = 2 * _tiles(operand, moves.abs()).sum((1, 3))
+        if scale_draws:  # a whole block at once
+            moves = 2 * tiles(operand, moves.abs()).sum((1, 3))
     return moves.square().sum().item()
 
 
@@ -148,17 +146,17 @@ def steps(operand: Operand) -> Tensor:
     scale = (
         torch.ones((), device=operand.values.device) if operand.block_scale is None else operand.block_scale
     )
-    tiles = _tiles(operand, operand.values.to(torch.float32))
-    codes = torch.where(scale == 0, 0, tiles / scale).abs().contiguous()
+    values = tiles(operand, operand.values.to(torch.float32))
+    codes = torch.where(scale == 0, 0, values / scale).abs().contiguous()
     made = (element_format(operand.quant.element).step(codes) * scale).flatten(2).flatten(0, 1)
     return made[: operand.values.shape[0], : operand.values.shape[1]] * _factor(operand)
 
 
-def _tiles(operand: Operand, z: Tensor) -> Tensor:
+def tiles(operand: Operand, z: Tensor) -> Tensor:
     """Return a matrix like an operand's values as its tiles [row tiles, rows, column tiles, columns]."""
     assert operand.quant is not None
     rows, columns = operand.quant.tile if operand.block_scale is not None else (1, 1)
-    padded = torch.nn.functional.pad(z, (0, -z.shape[1] % columns, 0, -z.shape[0] % rows))
+    padded = pad(z, rows, columns)
     return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
@@ -168,6 +166,8 @@ def _factor(operand: Operand) -> Tensor | float:
 
 def _values(operand: Operand) -> Tensor:
     """Return code times scales, fp32."""
+    if operand.values.is_cuda and operand.quant is not None:
+        return operand.dequantize()  # in one launch, and as exact
     return operand.values.to(torch.float32) * _factor(operand)
 
 

@@ -24,6 +24,7 @@ from ablate.numerics.census import census
 from ablate.numerics.formats import element_format
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import MODES, mode
+from ablate.numerics.product_error import tiles
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import SLOTS, Products, Recipe
@@ -177,9 +178,10 @@ def gradient_split(draws: Sequence[Sequence[Tensor]], reference: Sequence[Tensor
 
 
 def _codes(cast: Operand) -> Tensor:
-    if cast.codes is None:
-        raise ValueError("this cast of a weight has no codes: ask its quantiser to keep them")
-    return cast.codes
+    """Return the codes that a quantiser kept, or those of a GPU's: zeros in a block whose scale is zero."""
+    if cast.codes is not None or cast.block_scale is None:
+        return cast.values if cast.codes is None else cast.codes
+    return (tiles(cast, cast.values) / cast.block_scale).nan_to_num(0.0)
 
 
 Casts = Mapping[str, tuple[Tensor, Operand]]
@@ -196,9 +198,12 @@ def _compact(cast: Operand) -> Operand:
     """Return a cast without its source and with its codes in bf16, if that holds them exactly."""
     quant = cast.quant
     exact = quant is not None and quant.own is None and element_format(quant.element).mantissa < 8
-    codes = _codes(cast)
-    codes = codes.to(torch.bfloat16) if exact else codes
+    codes = cast.codes.to(torch.bfloat16) if exact and cast.codes is not None else cast.codes
     return replace(cast, source=None, scaled=None, block_amax=None, codes=codes)
+
+
+def _length(change: Tensor) -> float:
+    return torch.linalg.vector_norm(change, 1, dtype=torch.float64).item()
 
 
 def oscillation(before: Casts, after: Iterable[tuple[str, tuple[Tensor, Operand]]]) -> dict[str, float]:
@@ -214,9 +219,9 @@ def oscillation(before: Casts, after: Iterable[tuple[str, tuple[Tensor, Operand]
         if name != new_name:
             raise ValueError(f"casts of {name} before the step and of {new_name} after it")
         flipped += (_codes(cast) != _codes(new_cast)).sum().item()
-        elements += _codes(cast).numel()
-        way += (new_w - w).abs().sum(dtype=torch.float64).item()
-        quantised_way += (new_cast.dequantize() - cast.dequantize()).abs().sum(dtype=torch.float64).item()
+        elements += cast.values.numel()
+        way += _length(new_w - w)
+        quantised_way += _length(new_cast.dequantize() - cast.dequantize())
     return {"weights/flipped": flipped / elements} | (
         {"weights/oscillation": quantised_way / way} if way else {}
     )

@@ -17,16 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ablate.numerics.formats import SCALES, element_format
 from ablate.training.alarms import Alarm
 from ablate.training.metric_names import PRODUCTS, each_layer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ablate.numerics.census import Census
     from ablate.numerics.quantize import Operand
-    from ablate.numerics.spec import Quant
 
 
 def sqnr_db(operand: Operand, seen: Census) -> float:
@@ -52,32 +48,18 @@ def magnitude(operand: Operand, seen: Census) -> float:
 
 def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of block scales that should have been larger than their format allows."""
-    if operand.block_scale is None:
-        return 0.0
-    top = _largest_scale(operand)
-    reach = top * _quant(operand).top / operand.divisor
-    reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
-    amaxes = seen.blocks.view(operand.block_scale.shape)
-    too_large = amaxes > reach * (1 + 2**-4)  # half a step of E4M3 above the top rounds to it
-    return _fraction((operand.block_scale == top) & too_large)
+    return seen.scales_clipped / seen.blocks.numel()
 
 
 def scale_zero_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of nonzero blocks whose scale is zero."""
-    if operand.block_scale is None:
-        return 0.0
-    filled = seen.blocks.view(operand.block_scale.shape) > 0
-    share = _fraction(filled)
-    return _fraction((operand.block_scale == 0) & filled) / share if share else 0.0
+    share = seen.filled / seen.blocks.numel()
+    return seen.scales_zero / seen.blocks.numel() / share if share else 0.0
 
 
 def scale_saturated_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of block scales at their bound."""
-    if operand.block_scale is None:
-        return 0.0
-    outer = _quant(operand).outer
-    bound = min(outer.bound if outer else math.inf, _largest_scale(operand))
-    return _fraction(operand.block_scale >= bound)
+    return seen.scales_saturated / seen.blocks.numel()
 
 
 def clipped_frac(operand: Operand, seen: Census) -> float:
@@ -97,9 +79,7 @@ def saturated_frac(operand: Operand, seen: Census) -> float:
 
 def blocks_saturated_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of blocks with any scaled element beyond the grid."""
-    if _without_grid(operand):
-        return math.nan
-    return _fraction(seen.block_scaled > element_format(_quant(operand).element).max)
+    return math.nan if _without_grid(operand) else seen.blocks_saturated / seen.blocks.numel()
 
 
 def dead_share(operand: Operand, seen: Census) -> float:
@@ -119,10 +99,7 @@ def grid_share(operand: Operand, seen: Census) -> float:
 
 def crest(operand: Operand, seen: Census) -> float:
     """Return the median over blocks of largest |x| over root mean square, without blocks of zeros."""
-    if not seen.power:
-        return math.nan
-    blocks = seen.blocks / (seen.block_power / seen.block_elements).sqrt()  # NaN for a block of zeros
-    return blocks.nanmedian().item()
+    return seen.crest if seen.power else math.nan
 
 
 def kurtosis(operand: Operand, seen: Census) -> float:
@@ -135,26 +112,11 @@ def mean_share(operand: Operand, seen: Census) -> float:
     return seen.mean_power / seen.power if seen.power else math.nan
 
 
-def _fraction(mask: Tensor) -> float:
-    return mask.count_nonzero().item() / mask.numel()
-
-
-def _quant(operand: Operand) -> Quant:
-    if operand.quant is None:
-        raise ValueError("this operand is not quantised, so it has no quantisation error to measure")
-    return operand.quant
-
-
 def _without_grid(operand: Operand) -> bool:
     """Return True for an operand that a quantiser of the user's made: its grid is not known."""
-    return _quant(operand).own is not None
-
-
-def _largest_scale(operand: Operand) -> float:
-    scale = _quant(operand).scale
-    if scale is None:
-        raise ValueError("this operand has no block scales")
-    return SCALES[scale.format].max
+    if operand.quant is None:
+        raise ValueError("this operand is not quantised, so it has no quantisation error to measure")
+    return operand.quant.own is not None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from support.triton_cases import INTERPRETED, patch_language_once
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.numerics import census, on_gpu
+from ablate.numerics import gpu_sums, on_gpu, product_error
+from ablate.numerics.census import census
+from ablate.numerics.census import reference as census_by_torch
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.encoded import packed_by_kernel
 from ablate.numerics.estimators import slope
@@ -48,7 +50,6 @@ def kernels_on_this_device(monkeypatch):
     monkeypatch.setattr(general, "can_quantize", lambda *_: False)
     if INTERPRETED:  # `reference_only` takes away the builds, and with them these kernels
         monkeypatch.setattr(cuda, "runs_on", lambda device: builds.build() is not None)
-        monkeypatch.setattr(census, "compiled", census.reference)  # which takes CPU tensors
         monkeypatch.setattr(on_gpu, "different", lambda *copies: "")  # or each form would run twice
 
 
@@ -629,6 +630,45 @@ def test_a_slope_and_what_was_rounded_are_the_references(name):
         with mock.patch.object(general_cuda, "rescaled", wraps=general_cuda.rescaled) as launched:
             assert same(slope(mine).cpu(), slope(theirs))
         assert launched.call_count == 1
+
+
+@pytest.mark.parametrize("name", some([(name,) for name in FORMS], 12, seed=5))
+def test_the_sums_of_an_operand_and_of_its_moves_are_the_references(name):
+    """Counts and blocks exactly, sums of fp64 but for their order; parts of the error, whose terms the reference
+    rounds to fp32, to a millionth of it."""
+    quant, rotation, down = FORMS[name[0]]
+    x = drawn((64, 256), "ordinary").to(DEVICE)
+    x = x.t() if down else x
+    made = quantize(x, quant, rotation=rotation, clock=CLOCK, where=WHERE, product=PRODUCT, keep="source")
+    with mock.patch.object(gpu_sums, "_launched", wraps=gpu_sums._launched) as launched:
+        mine, theirs = census(made), census_by_torch(made)
+        scale = quant.scale
+        weights = torch.randn(made.values.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        draws = gpu_sums.can_sum(made) and quant.rounding == "stochastic"
+        moves = product_error._moves(made, weights) if draws else 0.0
+    assert launched.call_count == (made.scaled is None) + (
+        draws and not (scale and scale.rounding == "stochastic")
+    )
+    for field, value in vars(theirs).items():
+        own = getattr(mine, field)
+        if isinstance(value, Tensor):
+            assert torch.equal(own.double(), value.double()), field
+        elif isinstance(value, int):
+            assert own == value, field
+        else:
+            slack = 1e-6 * theirs.error if field in ("dead", "scale_bias") else 0.0
+            assert own == pytest.approx(value, rel=1e-12, abs=slack), field
+    with mock.patch.object(gpu_sums, "can_sum", return_value=False):
+        assert not draws or moves == pytest.approx(product_error._moves(made, weights), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_is_compared_as_by_torch(dtype):
+    y, exact = drawn((37, 150), "ordinary", dtype), drawn((37, 150), "ordinary", torch.float32) * 1.01
+    sums = product_error.compare(y.to(DEVICE), exact.to(DEVICE))
+    with mock.patch.object(gpu_sums, "of_product", return_value=None):
+        expected = product_error.compare(y, exact)
+    assert vars(sums) == pytest.approx(vars(expected), rel=1e-12)
 
 
 def test_signs_become_words():

@@ -14,11 +14,13 @@ import torch
 from support.cases import dealt
 from support.triton_cases import run_cases
 
+from ablate.numerics import gpu_sums
+from ablate.numerics.census import reference
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import butterflies
 from ablate.numerics.kernels import cuda
 from ablate.numerics.kernels.launch_errors import reason
-from ablate.numerics.quantize import Operand, pad
+from ablate.numerics.quantize import Operand, pad, quantize
 from ablate.numerics.spec import Quant
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -212,10 +214,13 @@ def test_the_digests_of_a_trial_launch_are_those_of_the_reference():
     position = inside / ELEMENTS["e2m1"].step(inside)
     distance = (2 * (position - position.floor()) - 1).abs()
     distance[size > 6 * (1 + 2.0**-20)] = torch.inf
+    made = vars(reference(quantize(x, Quant(), keep=True)))
+    sums = [made[name] for name in gpu_sums.NAMES[:8]]
     assert {
         "counted": cuda.digest(*(each.view(1) for each in ordered)),
         "scaled": cuda.digest((x.float() * factor).bfloat16()),
         "remembered": cuda.digest(torch.stack([ordered[number] for number in (0, 1, 0, 0, 0)])),
         "rescaled": cuda.digest(distance),
         "turned": cuda.digest(butterflies(turned * flips).bfloat16().view(272, 64)),
+        "summed": cuda.digest(torch.tensor(sums, dtype=torch.float32)),
     } == cuda.TRIAL

@@ -640,13 +640,13 @@ def _census_difference(mine: Operand, theirs: Operand, one: Case) -> str | None:
     if one.part:
         return None
     ours, wanted = census(mine), census(theirs)
-    for name in ("elements", "zeros", "saturated", "clipped", "block_elements"):
+    counts = ("zeros", "saturated", "clipped", "filled", "blocks_saturated")
+    for name in ("elements", *counts, "scales_zero", "scales_saturated", "scales_clipped"):
         if getattr(ours, name) != getattr(wanted, name):
             return name
-    for name in ("blocks", "block_scaled"):
-        a, b = (getattr(its, name).flatten().double().cpu() for its in (ours, wanted))
-        if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
-            return name
+    a, b = (its.blocks.flatten().double().cpu() for its in (ours, wanted))
+    if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+        return "blocks"
     pairs = {
         name: torch.tensor([getattr(ours, name), getattr(wanted, name)], dtype=torch.float64)
         for name in ("power", "error", "inner")

@@ -74,6 +74,7 @@ TRIAL = {
     "scaled": "89f0c80cc48dfd14",
     "turned": "06a8e00345f4f0b8",
     "rescaled": "06bed2027bbbcc35",
+    "summed": "2e018d727115218e",
 }
 """Digests of the reference's results for `trial_matrix`, by kernel; a test computes them again."""
 TRIAL_CLOCK, TRIAL_WHERE, TRIAL_RANK, TRIAL_DIVISOR = Clock(5, step=7), 3, 4000, 48.0

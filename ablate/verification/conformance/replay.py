@@ -37,7 +37,7 @@ from ablate.engines.products import Kept, backward, forward
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import product as multiplied
-from ablate.numerics.product_error import SLACK, Expected, compared, spread
+from ablate.numerics.product_error import SLACK, Expected, compare, spread
 from ablate.numerics.quantize import Operand
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products
@@ -133,10 +133,10 @@ class _Product:
         exact = self.exact()
         self.slack = slack_of(self.products, self.product, exact[0].shape[1])
         draws = self.draws()
-        own, drawn = compared([measured, draws[0]], *exact)
+        plain = multiplied(Operand(exact[0]), Operand(exact[1]), torch.float32)
+        own, drawn = compare(measured, plain), compare(draws[0], plain)
         emulated = self.emulated(0)
         self.result(emulated)
-        plain = multiplied(Operand(exact[0]), Operand(exact[1]), torch.float32)
         reach = spread(plain, *emulated.multiplied) if self.random else 0.0
         given = Expected.of(drawn, reach, self.slack)
         if not own.power and not measured.any():
@@ -144,7 +144,7 @@ class _Product:
         for attempt in range(1 + self.random):
             if attempt:  # by heavy tails, a few elements decide how far draws lie apart
                 draws = self.draws(MORE_DRAWS)
-                given = given.over([each.rel_l2 for each in compared(draws, *exact)])
+                given = given.over([compare(each, plain).rel_l2 for each in draws])
             covered = not own.power or given.covers(own)
             right = covered and self.close(measured, draws) and not self.unrandom(measured, draws)
             if right:

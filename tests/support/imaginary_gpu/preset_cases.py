@@ -1,6 +1,7 @@
 """Counts of a training step of a tiny gpt by each recipe, or its error: of one block, and of the rest, as JSON.
 
-Recipes are the presets, and NVFP4 with errors that are amplified or permuted.
+Recipes are the presets, NVFP4 with errors that are amplified or permuted, and some in a step that telemetry
+measures.
 """
 
 import json
@@ -23,6 +24,9 @@ from support.imaginary_gpu.counting import Counts
 
 COUNTS = Counts()
 PLAIN = Telemetry(every=0, shadow=0, log=1000)
+MEASURING = Telemetry(every=2, shadow=0, log=1000)
+MEASURED = ", measured"
+"""End of the name of a recipe's step that telemetry measures."""
 
 
 def quantised_everywhere(recipe: Recipe) -> Recipe:
@@ -43,6 +47,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     **PRESETS,
     "nvfp4, errors times 4": lambda: altered({"times": 4}),
     "nvfp4, errors permuted": lambda: altered({"permuted": True}),
+    **{name + MEASURED: PRESETS[name] for name in ("nvfp4", "mxfp4", "fp8_current")},
 }
 
 
@@ -51,12 +56,12 @@ def remembers(recipe: Recipe) -> bool:
     return any(name in repr(recipe) for name in ("delayed:", "hold:"))
 
 
-def step(recipe: Recipe, shards: str, layers: int) -> dict[str, Counter]:
-    """Return the counts by place of a plain step, the second of a run."""
+def step(recipe: Recipe, shards: str, layers: int, telemetry: Telemetry = PLAIN) -> dict[str, Counter]:
+    """Return the counts by place of the second step of a run."""
     workload = gpt(shards, layers=layers, width=64, context=32, eval_every=1000)
     with COUNTS:
         run = workload.prepare(recipe, 0, "cuda")
-        loop = Loop(run, workload, PLAIN)
+        loop = Loop(run, workload, telemetry)
         with nullcontext() if remembers(recipe) else run.engine.high_precision():
             loop.step(1)  # makes the optimizer's state, which is all that others need of it
         COUNTS.reset()
@@ -80,7 +85,7 @@ def counted(name: str, shards: str) -> dict:
     """Return the counts of a block, that of the only layer, and of the rest of a step."""
     recipe = quantised_everywhere(RECIPES[name]())
     outside = rest(recipe.dtype, shards)
-    whole = step(recipe, shards, 1)
+    whole = step(recipe, shards, 1, MEASURING if name.endswith(MEASURED) else PLAIN)
     return {
         "block": {name: whole[name].total() - outside[name].total() for name in whole},
         "rest": {name: outside[name].total() for name in whole},
