@@ -140,7 +140,7 @@ def _of_blocks(operand: Operand, blocks: Tensor, scaled: Tensor, power: Tensor, 
     power of each."""
     quant, scales = operand.quant, operand.block_scale
     assert quant is not None
-    fields = {
+    fields: dict[str, Any] = {
         "blocks": blocks,
         "crest": (blocks / (power / size).sqrt()).nanmedian().item(),  # NaN for a block of zeros
         "filled": _count(blocks > 0),
@@ -165,7 +165,7 @@ def _count(mask: Tensor) -> int:
     return int(mask.count_nonzero())
 
 
-def parts_of_error(operand: Operand) -> dict[str, float]:
+def parts_of_error(operand: Operand) -> dict[str, Any]:
     """Return two of the three parts of the energy of the error e = x - q, which add up to it exactly.
 
     The parts are those of arXiv 2605.20402. For every scale with its block of x and q, let a = <x, q> / <q,

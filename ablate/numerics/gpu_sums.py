@@ -58,17 +58,17 @@ def _sums(source: Tensor, operand: Operand, quant: Quant) -> tuple[Tensor, Tenso
     blocks = torch.empty(tall * broad, dtype=torch.float32, device=values.device)
     crests = torch.empty_like(blocks, dtype=torch.float64)
     inverse = (1.0 / torch.full((), operand.divisor, dtype=torch.float32)).item()
-    sums = _launched(source, operand, None, len(NAMES), blocks, crests, inverse, reach, bound, clipped)
+    sums = launched(source, operand, None, len(NAMES), blocks, crests, inverse, reach, bound, clipped)
     return sums, blocks.view(tall, broad) if values.is_contiguous() else blocks.view(broad, tall).t(), crests
 
 
 def of_moves(operand: Operand, weights: Tensor) -> Tensor:
     """Return the sum of squares of `product_error.spread`, fp64 [1], for an operand of `can_sum` whose
     elements alone are rounded at random, and fp32 weights [rows, columns]."""
-    return _launched(None, operand, weights.contiguous(), 1, None, None, 0.0, 0.0, 0.0, 0.0)
+    return launched(None, operand, weights.contiguous(), 1, None, None, 0.0, 0.0, 0.0, 0.0)
 
 
-def _launched(
+def launched(
     source: Tensor | None, operand: Operand, weights: Tensor | None, count: int, *others: Any
 ) -> Tensor:
     """Return the sums over all programs, fp64 [count]."""
@@ -76,7 +76,7 @@ def _launched(
 
     quant, values, scales = operand.quant, operand.values, operand.block_scale
     assert quant is not None
-    *others, bound, clipped = others
+    *scalars, bound, clipped = others
     # By tiles: a form that is cast by slabs has the same blocks.
     form = replace(general_cuda.described(quant, 0, not values.is_contiguous()), slab=False)
     grid, options = general_cuda.launch((values.t() if form.down else values).shape, (form, None))
@@ -86,7 +86,7 @@ def _launched(
     options |= {"num_warps": 8}  # fp64 takes two registers
     with torch.cuda.device_of(values):
         device_code.operand_sums[grid](
-            source, *pointers, *others, operand.divisor, *values.shape, *constants, **options
+            source, *pointers, *scalars, operand.divisor, *values.shape, *constants, **options
         )
     return made.sum(0)
 

@@ -112,7 +112,7 @@ def spread(y: Tensor, a: Sequence[Operand], b: Sequence[Operand]) -> float:
         for own in one:
             if own.quant is not None and own.quant.draws:
                 first, *rest = (_to_width(_values(part), own.values.shape[1]) for part in other)
-                total += _moves(own, z @ sum(rest, first))
+                total += moved_by(own, z @ sum(rest, first))
     return total
 
 
@@ -121,7 +121,7 @@ def _to_width(z: Tensor, width: int) -> Tensor:
     return pad(z, 1, width or 1)[:, :width]
 
 
-def _moves(operand: Operand, weights: Tensor) -> float:
+def moved_by(operand: Operand, weights: Tensor) -> float:
     """Return the sum over an operand's random roundings of the squared change of <operand, weights>."""
     quant = operand.quant
     assert quant is not None

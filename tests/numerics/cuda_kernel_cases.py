@@ -640,12 +640,12 @@ def test_the_sums_of_an_operand_and_of_its_moves_are_the_references(name):
     x = drawn((64, 256), "ordinary").to(DEVICE)
     x = x.t() if down else x
     made = quantize(x, quant, rotation=rotation, clock=CLOCK, where=WHERE, product=PRODUCT, keep="source")
-    with mock.patch.object(gpu_sums, "_launched", wraps=gpu_sums._launched) as launched:
+    with mock.patch.object(gpu_sums, "launched", wraps=gpu_sums.launched) as launched:
         mine, theirs = census(made), census_by_torch(made)
         scale = quant.scale
         weights = torch.randn(made.values.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
         draws = gpu_sums.can_sum(made) and quant.rounding == "stochastic"
-        moves = product_error._moves(made, weights) if draws else 0.0
+        moves = product_error.moved_by(made, weights) if draws else 0.0
     assert launched.call_count == (made.scaled is None) + (
         draws and not (scale and scale.rounding == "stochastic")
     )
@@ -659,7 +659,7 @@ def test_the_sums_of_an_operand_and_of_its_moves_are_the_references(name):
             slack = 1e-6 * theirs.error if field in ("dead", "scale_bias") else 0.0
             assert own == pytest.approx(value, rel=1e-12, abs=slack), field
     with mock.patch.object(gpu_sums, "can_sum", return_value=False):
-        assert not draws or moves == pytest.approx(product_error._moves(made, weights), rel=1e-12)
+        assert not draws or moves == pytest.approx(product_error.moved_by(made, weights), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
