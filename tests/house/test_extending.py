@@ -21,7 +21,7 @@ SIBLINGS = {
         r"\bbridge\b",
         "ablate/recipes/targets/megatron.py",
     ),
-    "preset": (r"\bmicrosoft_fp4\b", ""),
+    "preset": (r"\bmicrosoft_fp4\b", "tests/numerics/cuda_kernel_cases.py"),
     "workload": (
         # its class, and lists of workloads that train a model
         r"\bFinetune\b|\bgpt\b.*\bfinetune\b|\bfinetune\b.*\bgpt\b",
@@ -31,7 +31,8 @@ SIBLINGS = {
     ),
     "field of a workload": (
         r"\brope_theta\b",
-        "ablate/training/workloads/gpt.py ablate/training/models/transformer.py benchmarks/expert_families.py",
+        "ablate/training/models/shape.py ablate/training/workloads/gpt.py ablate/training/models/transformer.py"
+        " benchmarks/expert_families.py",
     ),
     "widths of a model": (r"\bqwen3-14b\b", ""),
     "tracker": (
