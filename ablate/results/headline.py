@@ -264,7 +264,6 @@ def _baseline_text(sweep: Comparisons, names: Set[str], setting: Setting) -> str
     """Return what a family is compared with: `Against bf16`, `Against rht false`."""
     if len(names) == 1:
         return f"Against {min(names)}"
-    same = "" if setting.relative else " with the same workload"
     knobs = [arm.knobs for arm in sweep.arms if arm.name in names]
     shared = [
         shown_value(value) if knob == "recipe" else f"{knob} {shown_value(value)}"
@@ -273,7 +272,7 @@ def _baseline_text(sweep: Comparisons, names: Set[str], setting: Setting) -> str
     ]
     first = {name.split()[0] for name in names}
     common = " and ".join(shared) or (min(first) if len(first) == 1 else "the baseline")
-    return f"Against {common}{same}"
+    return f"Against {common}" if setting.relative else f"Each against {common} with its own workload"
 
 
 def _setting(sweep: Comparisons) -> Setting:
