@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -257,14 +257,36 @@ def misspelt(files: Files) -> Iterator[str]:
         )
 
 
-def refused(files: Files) -> Iterator[str]:
-    """Words that the real programs do not take."""
+WRONG = {
+    ("--artifacts-destination", "--artifact-destination"): "mlflow: No such option",
+    ("--include-dashboard", "--include-board"): "ray-head: No such option",
+    ("--optuna-port", "--optunaport"): "dashboard: No such option",
+    ('--num-cpus, "${WORKER_CPUS:-2}"', "--num-cpus, two"): "ray-worker: 'two' is not a valid integer",
+    ("ray, health-check", "ray, healthcheck"): "ray has no command 'healthcheck'",
+    ("--username", "--user-name"): "pg_isready has no --user-name",
+}
+"""What is said of a word, by the right one and the wrong."""
+
+
+def misworded() -> Files:
+    """Return the files with all WRONG words."""
+    text = compose.FILE.read_text()
+    for old, new in WRONG:
+        assert old in text
+        text = text.replace(old, new)
+    return Files(compose=text)
+
+
+MISWORDED = misworded()
+
+
+def commands_of(files: Files) -> dict[str, list[str]]:
+    """Return the words of each command of the files by what runs it; SyntaxError if one is wrong Python."""
     commands = {}
     for name, service in files.services.items():
         commands[name] = compose.command(service)
-        kind, *check = service.get("healthcheck", {}).get("test", ["CMD"])
+        check = service.get("healthcheck", {}).get("test", ["CMD"])[1:]
         commands |= {f"{name}'s health check": check} if check else {}
-        yield from [f"{name}: the health check is no CMD"] if kind != "CMD" else []
     joins = [
         line.partition(" >")[0]
         for line in (DOCKER / "join.sh").read_text().splitlines()
@@ -278,7 +300,17 @@ def refused(files: Files) -> Iterator[str]:
             words[:2] = ["ablate"]
         if words[:2] == ["python", "-c"]:
             ast.parse(words[2])
-    asked = {name: words for name, words in commands.items() if words[0] in ("mlflow", "ray", "ablate")}
+    return commands
+
+
+@cache
+def replies() -> dict[str, list[str]]:
+    """Return what mlflow, ray and ablate say of the commands, by compose.yaml: as it is, and with WRONG words. One process asks
+    them of both: their imports take seconds."""
+    asked = [
+        {name: words for name, words in commands_of(files).items() if words[0] in ("mlflow", "ray", "ablate")}
+        for files in (Files(), MISWORDED)
+    ]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASK],
         input=json.dumps(asked),
@@ -286,7 +318,17 @@ def refused(files: Files) -> Iterator[str]:
         text=True,
         check=True,
     )
-    yield from json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip((Files().compose, MISWORDED.compose), said, strict=True))
+
+
+def refused(files: Files) -> Iterator[str]:
+    """Words that the real programs do not take."""
+    for name, service in files.services.items():
+        kind = service.get("healthcheck", {}).get("test", ["CMD"])[0]
+        yield from [f"{name}: the health check is no CMD"] if kind != "CMD" else []
+    commands = commands_of(files)
+    yield from replies()[files.compose]
     for program in ("postgres", "pg_isready"):
         if shutil.which(program):
             known = subprocess.run([program, "--help"], capture_output=True, text=True, check=True).stdout
@@ -317,19 +359,19 @@ def program(name):
         from ablate.cli.commands import whole_app
         found = typer.main.get_command(whole_app())
     return found
-wrong = []
-for what, (name, *words) in json.load(sys.stdin).items():
-    found, context = program(name), None
-    try:
-        while hasattr(found, "commands") and not words[0].startswith("-"):
-            found, words = found.commands[words[0]], words[1:]
-        found.make_context(found.name, list(words))
-    except KeyError as error:
-        wrong.append(f"{what}: {name} has no command {error}")
-    except Exception as error:
-        if type(error).__name__ != "Exit":
-            wrong.append(f"{what}: {getattr(error, 'message', error)}")
-print(json.dumps(wrong))
+def mistakes(commands):
+    for what, (name, *words) in commands.items():
+        found = program(name)
+        try:
+            while hasattr(found, "commands") and not words[0].startswith("-"):
+                found, words = found.commands[words[0]], words[1:]
+            found.make_context(found.name, list(words))
+        except KeyError as error:
+            yield f"{what}: {name} has no command {error}"
+        except Exception as error:
+            if type(error).__name__ != "Exit":
+                yield f"{what}: {getattr(error, 'message', error)}"
+print(json.dumps([[*mistakes(commands)] for commands in json.load(sys.stdin)]))
 """
 
 
@@ -429,20 +471,8 @@ def test_each_break_is_seen(check, where, old, new, said):
 
 @pytest.mark.slow
 def test_words_that_a_program_does_not_take_are_told_each():
-    wrong = {
-        ("--artifacts-destination", "--artifact-destination"): "mlflow: No such option",
-        ("--include-dashboard", "--include-board"): "ray-head: No such option",
-        ("--optuna-port", "--optunaport"): "dashboard: No such option",
-        ('--num-cpus, "${WORKER_CPUS:-2}"', "--num-cpus, two"): "ray-worker: 'two' is not a valid integer",
-        ("ray, health-check", "ray, healthcheck"): "ray has no command 'healthcheck'",
-        ("--username", "--user-name"): "pg_isready has no --user-name",
-    }
-    text = compose.FILE.read_text()
-    for old, new in wrong:
-        assert old in text
-        text = text.replace(old, new)
-    found = list(refused(Files(compose=text)))
-    for said in wrong.values():
+    found = list(refused(MISWORDED))
+    for said in WRONG.values():
         assert any(said in one for one in found), (said, found)
 
 
