@@ -76,10 +76,18 @@ def fail(folder: Path, word: str) -> None:
 # Reports
 
 
+@pytest.fixture(scope="module")
+def reports(swept, tmp_path_factory):
+    """Return the folder `reports` of the state folder with a report of `tiny`, which takes seconds to write."""
+    shutil.copytree(swept, copied := tmp_path_factory.mktemp("reported") / "copy")
+    return make(copied / "state", "tiny").folder.parent
+
+
 @pytest.mark.parametrize("content", [b"0", DEEP, NOT_TEXT, b'{"stamp": 3}', "folder", "flipped"])
-def test_the_answer_of_a_report_whose_facts_are_damaged_is_not_shown(content, copy):
+def test_the_answer_of_a_report_whose_facts_are_damaged_is_not_shown(content, copy, reports):
     state = copy / "state"
-    path = make(state, "tiny").folder / "index.json"
+    shutil.copytree(reports, state / "reports")
+    path = state / "reports" / "tiny" / "index.json"
     answers = [found["answer"] for found in json.loads(here("status", "--state", state, "--json").stdout)]
     assert sum(map(bool, answers)) == 1
     if content == "folder":
