@@ -47,6 +47,7 @@ SPLIT = {"batch": 4, "accumulate": 1}
 CLOCKS = ("throughput/", "memory/", "comm/")
 
 
+@cache
 def variants() -> dict[str, Recipe]:
     """Every preset, and what none of them has."""
     nvfp4 = PRESETS["nvfp4"]()
@@ -381,14 +382,14 @@ def _fresh() -> dict[str, torch.Tensor]:
 
 def gathered_operands() -> list[str]:
     """Layers and slots whose gathered operand is not the one that the whole weight gives, over all recipes."""
-    off = []
+    off, config = [], Gpt(**SIZE | SHARED | {"layers": 1})
     for name, recipe in variants().items():
-        if [*Layout(2, True).misfits(Gpt(**SIZE | SHARED), recipe, "emulated")]:
+        if [*Layout(2, True).misfits(config, recipe, "emulated")]:
             continue
         be(False)
-        whole = Gpt(**SIZE | SHARED).prepare(recipe, 0, "cpu").engine
+        whole = config.prepare(recipe, 0, "cpu").engine
         be(True)
-        parts = Gpt(**SIZE | SHARED).prepare(recipe, 0, "cpu").engine
+        parts = config.prepare(recipe, 0, "cpu").engine
         for (layer, ours), theirs in zip(parts.layers.items(), whole.layers.values(), strict=True):
             for slot, product in (("fprop.w", recipe.fprop), ("dgrad.w", recipe.dgrad)):
                 pair = []
