@@ -93,18 +93,17 @@ def test_a_field_added_to_every_part_of_a_recipe_changes_no_id_where_later_names
 
 
 def test_later_leaves_out_the_field_where_it_has_its_default_and_nothing_else(monkeypatch):
-    wrong = []
+    wrong, recipes = [], {preset: make() for preset, make in PRESETS.items()}
     for kind, name in FIELDS:
         with monkeypatch.context() as patched:
             patched.setattr(kind, "LATER", frozenset({name}))
-            for preset, make in PRESETS.items():
-                recipe = make()
+            for preset, recipe in recipes.items():
                 whole, expected = recipe.model_dump(mode="json"), recipe.model_dump(mode="json")
                 for part, data in reversed(parts(recipe, expected)):
                     for field in type(part).LATER:
                         usual = type(part).model_fields[field].get_default(call_default_factory=True)
                         if getattr(part, field) == usual:
                             del data[field]
-                if recipe.canonical() != expected or whole != make().model_dump(mode="json"):
+                if recipe.canonical() != expected or whole != recipe.model_dump(mode="json"):
                     wrong.append((kind.__name__, name, preset))
     assert wrong == []
