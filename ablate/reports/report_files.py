@@ -38,7 +38,8 @@ NOTEBOOKS = {
     WALKTHROUGH: "How does the recipe compute, step by step?",
 }
 """Question that each notebook answers, by name; the files are in `analysis/`."""
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
+"""Programs that print a report as PDF, the first that is installed."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def analysis() -> Path:
 
 def _print(page: Path) -> None:
     """Print a page as PDF with an installed browser; without one, do nothing: the HTML is the report."""
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         return
     with tempfile.TemporaryDirectory(prefix="ablate-browser-") as profile:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import sqlite3
 import sys
 import tarfile
@@ -24,6 +25,7 @@ from support.experiments import ledger, shards, statuses, values, write
 from support.ledgers import ledger_content
 
 from ablate.experiment.trial_spec import TrialSpec
+from ablate.reports.report_files import BROWSERS
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_file import FORMAT
 from ablate.training.workloads import WORKLOADS
@@ -49,7 +51,9 @@ def test_it_is_verified_and_reports(released):
     assert checked.stdout == "tiny: 4 of 4 trials verified against their records\n"
     made = here("report", "tiny", "--state", state)
     assert made.returncode == 0, made.stderr
-    assert (state / "reports" / "tiny" / "index.html").exists()
+    written = [state / "reports" / "tiny" / name for name in ("index.html", "index.pdf")]
+    assert [path.exists() for path in written] == [True, any(map(shutil.which, BROWSERS))]
+    assert set(map(str, filter(Path.exists, written))) <= set(made.stdout.splitlines())
 
 
 def test_it_resumes_and_nothing_runs_again(released):
