@@ -11,14 +11,14 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
 from support.commands import here
-from support.experiments import end, gone, start, sweep, tiny, until
+from support.experiments import end, gone, start, sweep, tiny, until, words_of
 from support.processes import addresses
 
 from ablate.cli.servers.reports import ReportHandler, index
@@ -79,30 +79,45 @@ def ends(process: subprocess.Popen, found: dict[str, str], how: signal.Signals) 
             )
 
 
+def taken(port: int) -> socket.socket:
+    """Listen on the first free port from this one on."""
+    while True:
+        try:
+            return socket.create_server(("127.0.0.1", port))
+        except OSError:
+            port += 1
+
+
+def mlflow_port(process: subprocess.Popen) -> int | None:
+    """Return the port on which the command has started MLflow, which listens there seconds later."""
+    for child in psutil.Process(process.pid).children():
+        if found := re.search(r"mlflow server .*--port (\d+)", " ".join(words_of(child))):
+            return int(found[1])
+    return None
+
+
 def test_addresses_name_the_sweep_run_last_taken_ports_are_passed_over_and_nothing_is_left_of_one_that_ends(
     state,
 ):
-    """By Ctrl-C and by SIGKILL; SIGTERM has its test below."""
-    both = [start("ui", "--state", state) for _ in range(2)]  # at once: each sees the other's ports free
-    try:
-        each = [addresses(process) for process in both]
-        assert len({address for found in each for address in found.values()}) == 6
-        for found in each:
-            server = found["MLflow"].partition("/#")[0]
-            experiment = re.search(r"/#/experiments/(\d+)/runs\?.*viewStateShareKey=arms$", found["MLflow"])[
-                1
-            ]
-            told = json.loads(read(f"{server}/api/2.0/mlflow/experiments/get?experiment_id={experiment}"))
-            assert told["experiment"]["name"] == "second"
-            assert studies(found) == ("second", ["first", "second"])
-            assert "first" in read(found["Reports"])
-        for address in each[0].values():  # a page of the internet whose name leads here
+    """By Ctrl-C; SIGTERM and SIGKILL have their tests below."""
+    with ExitStack() as others:
+        ports = [others.enter_context(taken(port)) for port in (5000, 8080, 8000)]
+        process = start("ui", "--state", state)
+        others.callback(end, process)
+        first = until(lambda: mlflow_port(process))
+        ports.append(others.enter_context(socket.create_server(("127.0.0.1", first))))  # before MLflow does
+        found = addresses(process)
+        named = {int(re.search(r":(\d+)", address.removeprefix("http:"))[1]) for address in found.values()}
+        assert len(named - {port.getsockname()[1] for port in ports}) == 3
+        server = found["MLflow"].partition("/#")[0]
+        experiment = re.search(r"/#/experiments/(\d+)/runs\?.*viewStateShareKey=arms$", found["MLflow"])[1]
+        told = json.loads(read(f"{server}/api/2.0/mlflow/experiments/get?experiment_id={experiment}"))
+        assert told["experiment"]["name"] == "second"
+        assert studies(found) == ("second", ["first", "second"])
+        assert "first" in read(found["Reports"])
+        for address in found.values():  # a page of the internet whose name leads here
             assert refuses(address.partition("#")[0], "evil.example:80") == 403
-        for process, found, how in zip(both, each, (signal.SIGINT, signal.SIGKILL), strict=True):
-            ends(process, found, how)
-    finally:
-        for process in both:
-            end(process)
+        ends(process, found, signal.SIGINT)
 
 
 def refuses(address: str, host: str) -> int:
@@ -297,6 +312,7 @@ def test_an_mlflow_that_does_not_start_is_told_and_the_others_are_there(state, t
         found = addresses(process)
         assert found["MLflow"] == "not running"
         assert "first" in read(found["Reports"])
+        ends(process, found, signal.SIGKILL)
     finally:
         end(process)
 
