@@ -112,10 +112,9 @@ def _drop_later(spec: Spec, data: dict[str, Json]) -> None:
         if isinstance(value, Own):
             data[name] = value.identity
         content = data[name]
-        if isinstance(content, list) and isinstance(value, tuple):
+        pairs = [(value, content)]
+        if isinstance(value, tuple) and isinstance(content, list):
             pairs = list(zip(value, content, strict=True))
-        else:
-            pairs = [(value, content)]
         for part, plain in pairs:
             # A layer rule may be written as one word. pydantic's isinstance() is slow, so it comes last.
             if isinstance(plain, dict) and isinstance(part, Spec):

@@ -265,7 +265,7 @@ WRONG = {
     ("ray, health-check", "ray, healthcheck"): "ray has no command 'healthcheck'",
     ("--username", "--user-name"): "pg_isready has no --user-name",
 }
-"""What is said of a word, by the right one and the wrong."""
+"""Beginning of the reply to each wrong word, by (right word, wrong word)."""
 
 
 def misworded() -> Files:
