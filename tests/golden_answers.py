@@ -315,7 +315,7 @@ def exports() -> str:
     """Return a digest of what each training stack gets for each preset, or why it gets nothing."""
     from ablate.cli.common import run
     from ablate.cli.options import Flags
-    from ablate.cli.recipe_targets import export
+    from ablate.cli.recipe import export
     from ablate.recipes.presets import PRESETS
     from ablate.recipes.targets import TARGETS
 

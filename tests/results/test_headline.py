@@ -599,7 +599,10 @@ def test_an_answer_has_at_most_forty_words_and_two_numbers_and_no_seeds(seed):
         (
             0.5,
             3.3,
-            ["min_effect 0.5 exceeds what training gained", "min_effect 0.5 exceeds all that the intervals allow"],
+            [
+                "min_effect 0.5 exceeds what training gained",
+                "min_effect 0.5 exceeds all that the intervals allow",
+            ],
         ),
     ],
 )
