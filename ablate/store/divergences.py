@@ -8,7 +8,8 @@ from ablate.store.ledger_rows import Member
 
 @dataclass(frozen=True)
 class Divergence:
-    """Run that diverged, and the status of its baseline's run: None if it has none, or is one itself."""
+    """Run that diverged, and the status of its baseline's run: None if it has none, or is one itself. A run
+    from elsewhere has none: it is compared unpaired, so an equal seed means nothing."""
 
     member: Member
     baseline: str | None
@@ -22,6 +23,8 @@ class Divergence:
     def of_baseline(self) -> str:
         if self.member.baseline is None:
             return "it is the baseline"
+        if self.member.role == "foreign":
+            return "is not paired with it"
         words = {"diverged": "diverged too", "done": "did not diverge", None: "has no run of this seed"}
         return words.get(self.baseline, f"is {self.baseline}")
 
@@ -33,9 +36,9 @@ class Divergence:
 def divergences(ledger: Ledger) -> list[Divergence]:
     """Return the runs that diverged, in the order of arms and seeds."""
     members = ledger.members()
-    statuses = {(member.arm, member.seed): member.status for member in members}
+    statuses: dict[tuple[int | None, int], str] = {(one.arm, one.seed): one.status for one in members}
+    lost = [member for member in members if member.status == "diverged"]
     return [
-        Divergence(member, None if member.baseline is None else statuses.get((member.baseline, member.seed)))
-        for member in members
-        if member.status == "diverged"
+        Divergence(member, None if member.role == "foreign" else statuses.get((member.baseline, member.seed)))
+        for member in lost
     ]

@@ -775,6 +775,18 @@ def test_runs_that_diverged_have_their_place_and_the_baselines_fate(tmp_path):
     book.close()
 
 
+def test_a_run_from_elsewhere_that_diverged_has_no_pair_at_an_equal_seed(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    base = book.add_arm("bf16", {}, None, None)
+    book.settle(book.add_member(base, 0, "ours", "{}"), "done", None)
+    theirs = book.add_arm("elsewhere: theirs", {}, base, None, "foreign")
+    book.settle(book.add_member(theirs, 0, "theirs", "{}"), "diverged", "val/loss is nan")
+    (lost,) = divergences(book)
+    assert (lost.member.seed, lost.baseline) == (0, None)
+    assert str(lost) == "val/loss is nan; the baseline is not paired with it"
+    book.close()
+
+
 RULES = {
     "first": [{"match": "class:Experts"}],
     "second": [{"match": "class:Attention"}],
