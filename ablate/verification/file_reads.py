@@ -40,7 +40,8 @@ def opened() -> Iterator[set[str]]:
     try:
         yield paths
     finally:
-        _watching.remove(paths)
+        # By identity: the set of a context around this one may be equal, and must stay.
+        _watching[:] = [other for other in _watching if other is not paths]
 
 
 def unseen(paths: set[str], known: set[Path], since: float) -> list[Path]:
