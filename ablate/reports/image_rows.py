@@ -44,9 +44,19 @@ class Reconstructed:
         """Return the images of a file; None if it has other content."""
         try:
             with path.open("rb") as file, np.load(file) as found:
-                return cls(*(found[name] for name in cls.__dataclass_fields__))
+                one = cls(*(found[name] for name in cls.__dataclass_fields__))
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
             return None
+        return one if one._has_form() else None
+
+    def _has_form(self) -> bool:
+        """Return True if the arrays have the types and shapes that own code is to save."""
+        images, shape = (self.original, self.visible, self.reconstruction), self.original.shape
+        if any(each.dtype != np.uint8 or each.shape != shape for each in images):
+            return False
+        if len(shape) != 4 or shape[1] not in (1, 3) or 0 in shape:
+            return False
+        return self.decibels.shape == shape[:1] and self.decibels.dtype.kind in "fiu"
 
     @property
     def errors(self) -> np.ndarray:

@@ -56,6 +56,25 @@ def test_a_file_of_other_content_is_left_out(tmp_path, content):
     assert image_rows({"a": tmp_path / "x.npz"}) == []
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reconstruction": ORIGINAL / 255},
+        {"original": ORIGINAL[0], "visible": VISIBLE[0], "reconstruction": ORIGINAL[0]},
+        {"reconstruction": ORIGINAL[:, :, :4]},
+        {"decibels": np.zeros(2)},
+        {"decibels": np.array(3.0)},
+        {"decibels": np.array(["a", "b", "c"])},
+        {name: np.zeros((3, 4, 8, 8), np.uint8) for name in ("original", "visible", "reconstruction")},
+        dict.fromkeys(("original", "visible", "reconstruction"), ORIGINAL[:0]) | {"decibels": np.zeros(0)},
+    ],
+)
+def test_arrays_of_another_form_are_left_out(change, tmp_path):
+    arrays = {"original": ORIGINAL, "visible": VISIBLE, "reconstruction": ORIGINAL, "decibels": np.zeros(3)}
+    np.savez(tmp_path / "x.npz", **arrays | change)
+    assert image_rows({"a": tmp_path / "x.npz"}) == []
+
+
 def test_a_note_has_the_ratios(tmp_path):
     (table,) = image_rows({"bf16": left(tmp_path, "a", 3)})
     assert isinstance(table, ImageRows)
