@@ -442,6 +442,18 @@ def test_rules_that_no_module_of_megatron_holds_alone_are_refused(case):
         TARGETS["megatron"].write(recipe, Model("it", layers=QWEN))
 
 
+def test_a_rule_that_uses_bf16_is_written_as_one_that_skips():
+    plain = PRESETS["bf16"]().products
+    skips, uses = (
+        PRESETS["nvfp4"]().model_copy(
+            update={"layers": Layers(rules=(Rule(match={"name": "*.down_proj"}, use=use),))}
+        )
+        for use in (None, plain)
+    )
+    written = [TARGETS["megatron"].write(recipe, Model("it", layers=QWEN)) for recipe in (skips, uses)]
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize("name", sorted(HELD["bridge"]))
 def test_bridges_file_sets_the_variables_before_and_the_fields_of_its_config(name, monkeypatch):
     config = SimpleNamespace()

@@ -87,7 +87,8 @@ def translated(recipe: Recipe, layers: Sequence[Layer]) -> Recipe:
     rules: list[Rule] = []
     for number, rule in enumerate(recipe.layers.rules):
         chosen = select(rule.match, layers).layers
-        if rule.use is not None or not chosen or {*rule.match.fields} == {"blocks"}:
+        quantised = rule.use is not None and not rule.use.plain  # `use: bf16` leaves in high precision, too
+        if quantised or not chosen or {*rule.match.fields} == {"blocks"}:
             rules.append(rule)
             continue
         counts = Counter((modules[layer.name], layer.block) for layer in chosen)
