@@ -163,7 +163,8 @@ def _of_effects(
     paired = [(effect, verdict) for effect, verdict in effects if effect.effect.pairs]
     if len(effects) == 1 and paired:
         ((effect, verdict),) = paired
-        averaged = bool(effect.knobs) and len(effect.given) + 1 < len(levels)
+        # A held knob of one value is no level of the grid: holding it leaves the others averaged.
+        averaged = bool(effect.knobs) and bool(levels.keys() - effect.given.keys() - {*effect.knobs})
         own = levels.get(effect.knobs[0], ()) if effect.knobs else ()
         return *answer_sentences.of_effect(effect, verdict, setting, own, averaged), [verdict]
     paired = [(effect, verdict) for effect, verdict in paired if effect.effect.pairs > 1]

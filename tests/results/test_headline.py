@@ -239,6 +239,9 @@ def test_what_is_not_held_is_averaged_over(book):
     assert effect.effect.mean == pytest.approx(np.mean(means[0] - means[1]))
     text = headline_of(Comparisons(book)).text
     assert text.startswith("Averaged over other knobs, stochastic rounding raises val/loss by ")
+    asked(book, knob="sr", given={"batch": 8})  # the only value of this knob, so that rht is not held
+    text = headline_of(Comparisons(book)).text
+    assert text.startswith("With batch 8, averaged over other knobs, stochastic rounding raises val/loss by ")
 
 
 def test_two_arms_may_be_asked_for(book):
