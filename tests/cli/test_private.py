@@ -151,6 +151,8 @@ def test_rays_sockets_fit_below_any_temporary_folder(length):
         ("192.0.2.7:8000", True),
         ("lab.example:8000", True),
         ("proxy.example", True),
+        ("dotted.example", True),
+        ("dotted.example.", True),
         ("evil.example:8000", False),
         ("localhost.evil.example", False),
         ("127.0.0.1.evil.example", False),
@@ -161,4 +163,4 @@ def test_rays_sockets_fit_below_any_temporary_folder(length):
     ]
 )
 def test_a_server_answers_to_its_own_names_alone(header, ours):
-    assert calls_us(header, own_names("lab.example", "proxy.example, other.example")) is ours
+    assert calls_us(header, own_names("lab.example", "proxy.example, dotted.example.")) is ours

@@ -30,9 +30,9 @@ from ablate.store.ledger import Ledger
 
 def own_names(host: str, more: str) -> frozenset[str]:
     """Return the host names of this server: of this machine, of the address it listens on, and those of
-    `more`, separated by commas."""
+    `more`, separated by commas; without the dot that may end a full name."""
     names = ("localhost", socket.gethostname(), socket.getfqdn(), host, *more.split(","))
-    return frozenset(name.strip().lower() for name in names if name.strip())
+    return frozenset(stripped for name in names if (stripped := name.strip().lower().rstrip(".")))
 
 
 def calls_us(header: str | None, names: frozenset[str]) -> bool:
