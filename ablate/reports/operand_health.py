@@ -43,7 +43,7 @@ _LOWEST, _HIGHEST = 5.0, 30.0
 
 def exceptions(records: pd.DataFrame) -> list[str]:
     """Return a sentence for each kind of thing that stands out; none for a healthy sweep. It reads
-    `quant/<slot>/sqnr_db`, `.../saturated_frac` and `quant/<slot>/sqnr_db/<layer>`."""
+    `quant/<slot>/sqnr_db`, `.../saturated_frac` and `quant/<slot>/<layer>/sqnr_db`."""
     return [
         f"{start} {'; '.join(found[:_MOST_NAMED])}"
         f"{f'; and {len(found) - _MOST_NAMED} more' if len(found) > _MOST_NAMED else ''}."
@@ -97,7 +97,7 @@ def _last_shares(records: pd.DataFrame, error: str) -> pd.DataFrame:
 
 
 def by_layer(records: pd.DataFrame) -> pd.DataFrame:
-    """Return the last SQNR (`quant/<slot>/sqnr_db/<layer>`, dB) of every layer's operands, mean over seeds:
+    """Return the last SQNR (`quant/<slot>/<layer>/sqnr_db`, dB) of every layer's operands, mean over seeds:
     columns arm, slot, layer and sqnr_db, in the order of arms, operands and blocks."""
     fits = {"slot": "slot", "layer": "layer"}
     selected = tables.chosen(
@@ -174,7 +174,7 @@ def _as_csv(name: str, lines: pd.DataFrame) -> Table:
 
 
 def layer_maps(records: pd.DataFrame) -> DrawnTable | None:
-    """Return the SQNR of every layer by operand (`quant/<slot>/sqnr_db/<layer>`, dB), an arm at a time,
+    """Return the SQNR of every layer by operand (`quant/<slot>/<layer>/sqnr_db`, dB), an arm at a time,
     beside its difference to the first arm's; the arm with the lowest value is open. None if no layer was
     recorded."""
     layers = by_layer(records)
