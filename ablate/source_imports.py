@@ -130,7 +130,7 @@ def _last(node: ast.AST) -> str:
 @lru_cache(4096)
 def _imports(path: Path, changed: int, size: int, folder: str) -> Imports:
     text = path.read_bytes()
-    whole = ast.parse(text, str(path))
+    whole = _syntax(text, path)
     computed = any(word in text for word in _COMPUTED)
     known = _assigned(whole, path) if computed else {}
     found, folders, hidden = dict[Name, int](), dict[str, None](), list[int]()
@@ -150,4 +150,14 @@ def _imports(path: Path, changed: int, size: int, folder: str) -> Imports:
 
 @lru_cache(1024)
 def _parsed(path: Path, changed: int, size: int) -> ast.Module:
-    return ast.parse(path.read_bytes(), str(path))
+    return _syntax(path.read_bytes(), path)
+
+
+def _syntax(text: bytes, path: Path) -> ast.Module:
+    try:
+        return ast.parse(text, str(path))
+    except SyntaxError as error:
+        if error.filename is None:  # Python gives no place for a null byte
+            line = text.count(b"\n", 0, max(0, text.find(b"\0"))) + 1
+            error.filename, error.lineno = str(path), line
+        raise

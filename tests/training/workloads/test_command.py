@@ -646,6 +646,15 @@ def test_a_commands_bytecode_from_before_an_edit_is_not_run(tmp_path, monkeypatc
     assert losses == [1.0, 2.0]
 
 
+def test_a_null_byte_in_a_source_is_refused_at_its_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_bytes(b"x = 1\ny = 2\0\n")
+    command = Command(run=f"python {script}", steps=3, folder=str(tmp_path))
+    ((key, why),) = command.problems()
+    assert key == "sources"
+    assert why.startswith(f"{script}:2: ")
+
+
 def test_content_of_sources_data_and_config_identify_it_and_their_places_do_not(tmp_path):
     here = tmp_path / "here"
     here.mkdir()
