@@ -335,6 +335,13 @@ def test_a_word_that_no_kernel_knows_is_left_to_the_reference(quant):
     assert not forms.nvidia(quant)
 
 
+def test_outer_scales_of_128_elements_without_blocks_are_left_to_the_reference():
+    """The compiled kernel divided by the length of a block, 0, which ended the process."""
+    outer = Outer(granularity="block:128", bound=1.0)
+    assert not forms.covers(Quant(block=None, scale=None, outer=outer))
+    assert forms.covers(Quant(block="1x16", outer=outer))
+
+
 def test_the_words_of_the_kernels_are_those_that_general_c_numbers():
     text = (Path(builds.__file__).parent / "general.c").read_text()
     numbered = {

@@ -70,6 +70,9 @@ def _cases() -> dict[str, Quant]:
     cases["fp8 per row"] = Quant(
         element="e5m2", block=None, scale=None, outer=Outer(bound=1.0, granularity="row")
     )
+    cases["fp8 per 128"] = Quant(
+        element="e4m3", block=None, scale=None, outer=Outer(bound=1.0, granularity="block:128")
+    )
     cases["ms_eden"] = Quant(
         rounding="ms_eden", outer=Outer(bound=256.0), range=Range(headroom=17 / 16 * 0.93)
     )

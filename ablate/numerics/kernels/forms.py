@@ -42,8 +42,11 @@ def covers(quant: Quant) -> bool:
     lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
     # Between powers of two, ties to even are another rule, which the kernels lack.
     ties = ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away"
+    # The kernels join blocks to 128 elements; without blocks they have an outer scale a row or a tensor.
+    split = quant.outer is not None and quant.outer.granularity == "block:128"
     return (
         ties
+        and not (split and quant.block is None)
         and quant.tile[1] in (1, 16, 32, 64, 128)
         and selected
         and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
