@@ -539,7 +539,8 @@ def json_schema() -> dict[str, Any]:
         values[knob] = {"description": description, "anyOf": [{"type": "array"}, {"type": "object"}]}
     paths = {"^(recipe|workload)\\.": {"anyOf": [{"type": "array"}, {"type": "object"}]}}
     file = {"type": "string", "pattern": r"\.(ya?ml|json)$"}
-    values["recipe"] = {"type": "array", "items": {"anyOf": [{"enum": list(PRESETS)}, file]}}
+    listed = {"type": "array", "items": {"anyOf": [{"enum": list(PRESETS)}, file]}}
+    values["recipe"] = {"anyOf": [listed, {"type": "object"}]}
     schema["properties"]["ablate"] = {
         "type": "object",
         "maxProperties": MOST_KNOBS,
@@ -549,13 +550,17 @@ def json_schema() -> dict[str, Any]:
     }
     schema["properties"]["recipe"]["anyOf"] = [{"enum": list(PRESETS)}, file, {"type": "object"}]
     schema["properties"]["engine"] |= {"enum": [AUTO, *ENGINES]}
+    workloads: dict[str, object] = {}
     schema["properties"]["workload"] = {
         "type": "object",
-        "properties": {name: {"$ref": f"#/$defs/{name}"} for name in WORKLOADS},
+        "properties": workloads,
         "additionalProperties": False,
         "maxProperties": 1,
     }
     for name, workload in WORKLOADS.items():
         part = workload.model_json_schema(ref_template="#/$defs/{model}")
         schema["$defs"] |= part.pop("$defs", {}) | {name: part}
+        given = {"$ref": f"#/$defs/{name}"}
+        # `gpt:` alone has all defaults.
+        workloads[name] = given if "required" in part else {"anyOf": [given, {"type": "null"}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "ablate experiment", **schema}

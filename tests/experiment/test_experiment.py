@@ -1211,6 +1211,13 @@ KEYS = [
         ],
     },
     {"ablate": {"rht": [True, False], "rht_size": {"choice": [16, 32], "when": {"rht": True}}}},
+    {
+        "ablate": {
+            "rht": [True, False],
+            "recipe": {"choice": ["nvfp4", "nvfp4_1d_weight"], "when": {"rht": True}},
+        }
+    },
+    {"workload": {"gpt": None}},
     {"seeds": {"start": 2, "most": 5, "by": "split", "step": 2}},
     {"seeds": [1, 5], "retry": 0, "budget": {"trials": 3, "hours": 0.5}, "telemetry": {"every": 5, "log": 1}},
     {
@@ -1235,6 +1242,8 @@ def test_what_loads_fits_the_schema(keys, tmp_path, validator):
         {"ablate": {"rht": True}},
         {"ablate": {"recipe": ["nvfp5"]}},
         {"workload": {"gptt": {}}},
+        {"workload": {"command": None}},
+        {"ablate": {"recipe": "nvfp4"}},
         {"workload": {"gpt": {"layerz": 1}}},
         {"recipe": "nvfp5"},
         {"schema": 2},
