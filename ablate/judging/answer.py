@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from ablate.errors import InputError, brief, nearest
 from ablate.files import Json, finite
+from ablate.judging import cells
 from ablate.judging.chosen_runs import Question
 from ablate.judging.columns import USUAL, Columns, metric_name
 from ablate.judging.judged_ledger import write_ledger
@@ -178,4 +179,8 @@ def _final_values(
     for number, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         if number != int(number) or not isinstance(value, int | float):
             raise InputError(f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number")
-        yield ForeignRun(f"{arm} {number}", arm, int(number) if seeded else None, {metric: {0: float(value)}})
+        try:
+            final = cells.number(+value)  # + makes a number of True
+        except ValueError as error:
+            raise InputError(f"{arm}: {number}: {error}") from None
+        yield ForeignRun(f"{arm} {number}", arm, int(number) if seeded else None, {metric: {0: final}})

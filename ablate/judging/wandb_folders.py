@@ -16,6 +16,7 @@ from typing import Any
 
 from ablate.errors import InputError, brief
 from ablate.files import Json
+from ablate.judging import cells
 from ablate.judging.named_runs import NamedRun, flat
 from ablate.judging.points import Points
 from ablate.judging.table_files import content
@@ -114,7 +115,7 @@ def _add(points: Points, number: int, history: Any) -> None:
         raise ValueError("a record of history has no step")
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("_"):
-            points.add(number, step, name, float(value))
+            points.add(number, step, name, cells.number(value))
 
 
 def _items(items: Any) -> dict[str, Json]:

@@ -78,6 +78,13 @@ def test_a_wrong_checksum_is_refused(name, tmp_path):
         foreign_files.result(files, tmp_path)
 
 
+def test_a_whole_number_beyond_floats_is_refused_in_a_file_of_wandb(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign_files, "values_of_runs", lambda: iter([("bf16", 0, 1, 10**400, None)]))
+    files = written(tmp_path, "W&B folders")
+    with pytest.raises(InputError, match="does not fit a float"):
+        foreign_files.result(files, tmp_path)
+
+
 @pytest.mark.parametrize("stack", ["torchtitan", "megatron", "modded-nanogpt"])
 def test_a_log_says_which_lines_it_leaves_out(stack, tmp_path):
     files = written(tmp_path, f"log of {'Megatron' if stack == 'megatron' else stack}")

@@ -765,6 +765,7 @@ def test_every_way_to_write_a_share_is_read(effect):
 
 BAD = {
     "a direction": (({"a": [1.0], "b": [2.0]},), {"direction": "max"}, "is minimize or maximize"),
+    "a value beyond floats": (({"a": [1.0], "b": [10**400]},), {}, "does not fit a float"),
     "a seed that is no whole number": (({"a": {0.2: 1.0}, "b": {0: 2.0}},), {}, "a seed is a whole number"),
     "text": (({"a": "124", "b": [1.0]},), {}, "give values by seed"),
     "no values": (({"a": [], "b": [1.0]},), {}, "give values by seed"),
