@@ -20,7 +20,7 @@ from ablate.experiment.draft import Against, Draft
 from ablate.experiment.mapped_cells import cell_knobs
 from ablate.experiment.roles import BAD, CONFIRM, NULL
 from ablate.experiment.schema import MOST_ARMS
-from ablate.experiment.search_space import conditions, grid, values_at
+from ablate.experiment.search_space import alike, conditions, grid, values_at
 from ablate.experiment.yaml_document import Document, Path_
 from ablate.numerics.spec import Spec
 from ablate.recipes import PRESETS, Recipe
@@ -56,7 +56,7 @@ def with_arms(draft: Draft) -> Reading[Draft]:
             )
             return draft
         points = [
-            (None, values_at(point, knobs), {knob: ("ablate", knob, i) for knob, i in point.items()})
+            (None, values_at(point, knobs), {knob: _position(draft, knob, i) for knob, i in point.items()})
             for point in indices
         ]
     arms: list[Arm] = []
@@ -121,10 +121,27 @@ def _ends(draft: Draft) -> Reading[tuple[Arm, ...]]:
     them."""
     arms = []
     for knob, dimension in draft.space.items():
+        needed = conditions(knob, draft.space)
+        positions = {
+            other: _position(draft, other, number)
+            for other, value in needed.items()
+            for number, choice in enumerate(draft.space[other].choices)
+            if alike(choice, value)
+        }
         for index, value in enumerate(dimension.ends()):
-            values, position = conditions(knob, draft.space) | {knob: value}, {knob: ("ablate", knob, index)}
-            arms.append((yield from _built(draft, values, None, position, at_end=True)))
+            positions[knob] = _position(draft, knob, index)
+            arms.append((yield from _built(draft, needed | {knob: value}, None, positions, at_end=True)))
     return tuple(arm for arm in arms if arm)
+
+
+def _position(draft: Draft, knob: str, index: int) -> Path_:
+    """Return the path in the file of one of a knob's `ends`: a choice, or a bound of its range; of the range
+    itself for a value within it."""
+    kind = draft.space[knob].kind
+    path: Path_ = ("ablate", knob)
+    if isinstance(draft.document.mapping("ablate").get(knob), dict):
+        path = (*path, kind)
+    return path if kind == "uniform" and index > 1 else (*path, index)
 
 
 # Baselines

@@ -728,12 +728,21 @@ def test_data_shorter_than_the_context_is_refused(tmp_path):
         ),
         ("{choice: []}", "4:24: ablate.workload.lr.choice: []: must be a list of at least one value"),
         ("{choice: 3}", "4:24: ablate.workload.lr.choice: 3: must be a list of at least one value"),
-        ("{uniform: [-1.0, 1.0]}", "4:10: ablate.workload.lr.0: -1.0: input should be greater than 0"),
+        (
+            "{uniform: [-1.0, 1.0]}",
+            "4:34: ablate.workload.lr.uniform.0: -1.0: input should be greater than 0",
+        ),
+        ("{choice: [0.1, -1.0]}", "4:38: ablate.workload.lr.choice.1: -1.0: input should be greater than 0"),
     ]
 )
 def test_a_bad_range_is_refused(values, expected, tmp_path):
     found = told_of(tmp_path, f"ablate: {{workload.lr: {values}}}\nsearch: {{trials: 3}}")
     assert sum(line.startswith(expected) for line in found) == 1, found
+
+
+def test_a_wrong_choice_that_another_knob_needs_is_told_once_at_the_choice(tmp_path):
+    lines = "ablate: {rht: [true, 7], rht_size: {int: [16, 32], when: {rht: 7}}}\nsearch: {trials: 3}"
+    assert [line.partition(": 7")[0] for line in told_of(tmp_path, lines)] == ["4:22: ablate.rht.1"]
 
 
 def test_a_knob_that_does_not_exist_is_told_once_and_each_wrong_value_by_itself(tmp_path):
