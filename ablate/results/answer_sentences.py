@@ -183,7 +183,7 @@ def _left_open(
     if verdict.kind == "same":
         return ""
     if verdict.reason:
-        return f": {REASONS[verdict.reason].text.format(count=verdict.count)}"
+        return f": {REASONS[verdict.reason].with_count(verdict.count)}"
     if margin is None:
         return "; its sign is still open" if verdict.kind == "undecided" else ""
     threshold = setting.size(margin) if brief else setting.threshold(margin)
@@ -289,7 +289,7 @@ def _why(verdict: Verdict) -> str:
     """Return that a comparison has no verdict, with the reason if more seeds do not remove it."""
     if verdict.diverged and verdict.diverged == verdict.seeds:
         return "diverged on every seed"
-    why = REASONS[verdict.reason or "no_pair"].text.format(count=verdict.count)
+    why = REASONS[verdict.reason or "no_pair"].with_count(verdict.count)
     return "no verdict" if verdict.reason in _TOO_FEW else f"no verdict ({why})"
 
 

@@ -246,7 +246,7 @@ def _details(line: Replication) -> list[str]:
         details.append(f"{figure.metric} of {figure.against} is 0, so the difference is no share of it")
     elif verdict.reason and verdict.reason != "not_measured":
         count = line.measured.distinct if verdict.reason == "few_values" else line.measured.pairs
-        details.append(REASONS[verdict.reason].text.format(count=count or line.measured.pairs))
+        details.append(REASONS[verdict.reason].with_count(count or line.measured.pairs))
     if verdict.detail:
         details.append(_DETAILS[verdict.detail])
     if verdict.tolerance is not None:

@@ -31,6 +31,10 @@ class Words(NamedTuple):
     colour: str = ""
     """Colour in a terminal."""
 
+    def with_count(self, count: int) -> str:
+        """Return the words in a line with their number of pairs."""
+        return self.text.format(count=count).replace("on 1 seeds", "on 1 seed")
+
 
 KINDS: Mapping[Kind, Words] = {
     "better": Words("better", "better", "Better", "green"),
@@ -65,7 +69,7 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
     words = REASONS[verdict.reason] if verdict.reason else KINDS[verdict.kind]
     if short:
         return short_word(words.short, verdict.diverged, verdict.seeds)
-    text = with_notes(_counted(words, verdict.count), _qualifications(verdict))
+    text = with_notes(words.with_count(verdict.count), _qualifications(verdict))
     text += f"; {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
     return on_others(text, verdict.diverged, verdict.seeds)
 
@@ -74,7 +78,7 @@ def verdict_notes(verdict: Verdict) -> list[str]:
     """Return footnotes of a table: all that a verdict's short form leaves out, except the seeds it needs."""
     notes = []
     if verdict.reason and REASONS[verdict.reason].short == KINDS["unjudged"].short:
-        notes.append(_counted(REASONS[verdict.reason], verdict.count))
+        notes.append(REASONS[verdict.reason].with_count(verdict.count))
     if verdict.kind == "same":
         notes.append(f"{KINDS[verdict.kind].text} on every seed")
     return footnotes(notes + _qualifications(verdict), verdict.diverged, verdict.seeds)
@@ -93,10 +97,6 @@ def _qualifications(verdict: Verdict) -> list[str]:
         f"{pairs} two kinds of processors or versions of torch, too": verdict.mixed,
     }
     return [note for note, holds in notes.items() if holds]
-
-
-def _counted(words: Words, count: int) -> str:
-    return words.text.format(count=count).replace("on 1 seeds", "on 1 seed")
 
 
 # Texts of verdicts, and of agreements with published figures, on arms of which so many of all seeds diverged

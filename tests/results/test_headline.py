@@ -573,6 +573,14 @@ def drawn(random: np.random.Generator, number: int) -> Compared:
     return Compared(name, difference, Verdict(str(kind), reason), 0.01)
 
 
+def test_an_answer_says_one_seed_not_one_seeds():
+    setting, difference = Setting(Metric(name="val/loss"), ""), Difference(0.1, 0.05, 0.15, 3, 0.02)
+    one = Compared("a", difference, Verdict("unjudged", "length", count=1))
+    effect = Effect(("sr",), "true instead of false", difference, None, {})
+    assert "unequal length on 1 seed: no verdict" in of_effect(effect, one.verdict, setting)[1]
+    assert "unequal length on 1 seed: no verdict" in of_family([one], setting, "Against bf16")[1]
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_an_answer_has_at_most_forty_words_and_two_numbers_and_no_seeds(seed):
     random = np.random.default_rng(seed)
