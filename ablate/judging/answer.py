@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
@@ -177,7 +178,8 @@ def _final_values(
     if isinstance(values, str) or not values:
         raise InputError(f"{arm}: give values by seed, or a list of values of runs")
     for number, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        if number != int(number) or not isinstance(value, int | float):
+        whole = isinstance(number, Real) and number % 1 == 0  # neither NaN nor infinite
+        if not whole or not isinstance(value, int | float):
             raise InputError(f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number")
         try:
             final = cells.number(+value)  # + makes a number of True
