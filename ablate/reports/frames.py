@@ -60,7 +60,7 @@ class Results(AbstractContextManager["Results"]):
         """A row for each arm.
 
         Columns:
-            arm, baseline: names; a baseline's own `baseline` is None.
+            arm, baseline: names; a baseline's own `baseline` is missing (None, NaN from pandas 3 on).
             seeds, finished: seeds that it was given, and those with a finite value of the metric.
             mean: mean of the metric over those.
             gap, low, high: mean of the differences to its baseline on the same seeds, and its 95 % interval.
