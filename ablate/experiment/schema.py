@@ -408,7 +408,7 @@ class Resources(Spec):
     @model_validator(mode="after")
     def _ranks_have_gpus(self) -> "Resources":
         if self.gpus > 1 and self.gpus != int(self.gpus):
-            raise ValueError(f"gpus {self.gpus:g} is neither a fraction of one GPU nor a whole number")
+            raise ValueError(f"gpus {self.gpus} is neither a fraction of one GPU nor a whole number")
         if self.ranks and self.ranks > 1 and self.gpus >= 1 and self.ranks != self.gpus:
             raise ValueError(
                 f"ranks {self.ranks} differ from gpus {self.gpus:g}: each rank has a GPU of its own; "

@@ -285,6 +285,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nresources: {gpus: 1.5}",
         "5:1: resources: {'gpus': 1.5}: gpus 1.5 is neither a fraction of one GPU nor a whole number",
     ),
+    "a bit more than one GPU": (
+        "ablate: {rht: [true]}\nresources: {gpus: 1.0000001}",
+        "5:1: resources: {'gpus': 1.0000001}: gpus 1.0000001 is neither a fraction of one GPU",
+    ),
     "ranks without a GPU each": (
         "ablate: {rht: [true]}\nresources: {gpus: 8, ranks: 4}",
         "5:1: resources: {'gpus': 8, 'ranks': 4}: ranks 4 differ from gpus 8: each",
