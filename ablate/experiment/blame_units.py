@@ -132,6 +132,8 @@ def blamed(file: ExperimentFile, arms: Sequence[Arm]) -> tuple[BlameDesign, Unit
     base = next((arm for arm in arms if whole and arm.name == whole.baseline), None)
     if whole is None or base is None:
         raise ValueError("the recipe is that of its baseline, so there is no gap; change recipe or against")
+    if whole.content[0] != base.content[0]:
+        raise ValueError("against changes the workload too, a part of the gap that no unit has; leave it out")
     units = units_of(keys, whole.layers, whole.recipe, base.recipe)
     design = BlameDesign(len(units.names), file.first_seeds, keys.budget, keys.most, keys.alpha)
     return design, units, BlameNames(units.names, base.name, whole.name)

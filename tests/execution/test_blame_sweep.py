@@ -174,6 +174,7 @@ def test_parts_of_a_recipe_are_units_beside_a_quantised_baseline(tmp_path):
         ({"blame": {"where": "kinds"}, "seeds": {"start": 3, "most": 6}}, "seeds:"),
         ({"blame": {"where": "kinds"}, "against": "mxfp4"}, "blame:"),
         ({"blame": {"where": "kinds"}, "recipe": "bf16"}, "blame:"),
+        ({"blame": {"where": "kinds"}, "against": {"recipe": "bf16", "lr": 0.1}}, "blame: against changes"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else value,
 )
