@@ -267,7 +267,8 @@ def _blame(draft: Draft) -> Iterator[Problem]:
         return
     if design.problem:
         few = len(design.seeds) < FEWEST_PROOFS
-        key = ("blame", "where") if design.units < 2 else ("seeds",) if few else ("blame", "budget")
+        coarse = "what" if draft.keys.blame.what == "parts" else "where"  # parts have no `where`
+        key = ("blame", coarse) if design.units < 2 else ("seeds",) if few else ("blame", "budget")
         yield draft.document.problem(key, design.problem)
         return
     for why in units.impossible(design):

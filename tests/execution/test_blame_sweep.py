@@ -169,6 +169,7 @@ def test_parts_of_a_recipe_are_units_beside_a_quantised_baseline(tmp_path):
         ({"blame": {"where": "kinds", "budget": 12}}, "blame.budget"),
         ({"blame": {"where": "rows"}}, "blame.where"),
         ({"blame": {"what": "parts"}}, "blame:"),
+        ({"blame": {"what": "parts"}, "against": {"recipe": "nvfp4", "rht": False}}, "blame.what: one unit"),
         ({"blame": {"where": "kinds"}, "seeds": 2}, "seeds:"),
         ({"blame": {"where": "kinds"}, "ablate": {"rht": [True, False]}}, "ablate:"),
         ({"blame": {"where": "kinds"}, "seeds": {"start": 3, "most": 6}}, "seeds:"),
