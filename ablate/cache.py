@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ablate.files import Busy, lock, write
+from ablate.files import Busy, lock, user_path, write
 
 VARIABLE = "ABLATE_CACHE"
 _BLOCK = 1 << 20
@@ -29,7 +29,7 @@ def root() -> Path:
     """Return the folder of the cache."""
     folder = os.environ.get(VARIABLE)
     if folder:
-        return Path(folder).expanduser()
+        return user_path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ablate"
 
 

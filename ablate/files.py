@@ -78,6 +78,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def user_path(text: str | Path) -> Path:
+    """Return a path with a leading `~` as the user's folder. `~nobody` stays and is refused as any path that
+    does not exist; Path.expanduser would raise a RuntimeError."""
+    return Path(os.path.expanduser(text))
+
+
 def below(folder: Path) -> list[Path]:
     """Return all files in a folder and in its folders, links to folders included, sorted by path; OSError if
     one cannot be read. A link to a folder that contains it is not followed, since there would be no end.

@@ -25,6 +25,7 @@ from rich.text import Text
 from ablate.cli.common import console, plain_table
 from ablate.cli.option_groups import App
 from ablate.errors import InputError, as_input_error
+from ablate.files import user_path
 from ablate.training.data import jobs, open_corpus, prepared, shards
 from ablate.training.data.documents import named
 from ablate.training.data.sources import HubText
@@ -133,7 +134,7 @@ def _rows(about: prepared.About) -> Iterator[tuple[str, str]]:
 
 def _described(source: str) -> Iterator[tuple[str, str]]:
     """Yield names and values of a source that needs no file, a prepared folder, or token shards."""
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     if source in ("stdlib", "prose"):
         corpus = open_corpus("prose" if source == "prose" else "stdlib")
         yield "train", f"{len(corpus.train):,} tokens"

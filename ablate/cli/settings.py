@@ -25,7 +25,7 @@ from typing import Any
 
 from ablate.engines.gpu_access import device_class
 from ablate.errors import InputError, as_input_error, nearest, passwords, redact
-from ablate.files import make_folder
+from ablate.files import make_folder, user_path
 from ablate.store.databases import url
 
 FILE = "ablate.toml"
@@ -116,7 +116,7 @@ def find_settings(profile: str | None = None, **flags: object) -> Settings:
             values[key], origins[key] = _expand(table[key], f"{key} in {origin}"), origin
         else:
             values[key], origins[key] = _DEFAULTS.get(key), "default"
-    values["state"] = state = Path(values["state"]).expanduser()
+    values["state"] = state = user_path(values["state"])
     mlflow = values["mlflow"] or url((state / "mlflow.db").resolve())
     values |= {"mlflow": None if mlflow == "none" else mlflow, "device_note": ""}
     if values["device"] != "cpu":

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from ablate.errors import nearest
 from ablate.experiment.phases import never_begins, shortest_cooldown
 from ablate.experiment.yaml_document import display
-from ablate.files import Json
+from ablate.files import Json, user_path
 from ablate.numerics.own import FOLDER
 from ablate.numerics.spec import Spec, own_words
 from ablate.numerics.words import NEAR
@@ -156,7 +156,7 @@ class StartingPoint:
             start = PRESETS[preset]()
         elif self.read and Path(preset).suffix in RECIPE_FILES:
             if preset not in self._of_files:
-                self._of_files[preset] = self.read((self.folder or Path()) / Path(preset).expanduser())
+                self._of_files[preset] = self.read((self.folder or Path()) / user_path(preset))
             start = self._of_files[preset]
         else:
             names = [*PRESETS, *([self.preset] if self.own else [])]

@@ -46,7 +46,7 @@ from ablate.experiment.search_space import size, space, spelled_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read, with_values
 from ablate.experiment.yaml_document import parse as parse_yaml
-from ablate.files import Json, no_folder_name
+from ablate.files import Json, no_folder_name, user_path
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import GONE, WORKLOADS
@@ -297,7 +297,7 @@ def _recipe(file: ExperimentFile, document: Document) -> Reading[tuple[str, Reci
         if isinstance(source, dict):
             return recipe_name(source), parse(source, folder=Path(document.file).parent)
         if Path(source).suffix in RECIPE_FILES:
-            return Path(source).stem, recipe_of(Path(document.file).parent / Path(source).expanduser())
+            return Path(source).stem, recipe_of(Path(document.file).parent / user_path(source))
         why = f"no such preset; {nearest(source, PRESETS)}; a recipe file ends in .yaml"
     except (ValueError, InputError) as error:
         why = str(error)

@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 
 from ablate.errors import InputError, brief
+from ablate.files import user_path
 from ablate.judging import cells
 from ablate.judging.columns import USUAL, Columns
 
@@ -77,20 +78,20 @@ def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
 
     InputError if nothing is there.
     """
-    path = Path(place).expanduser()
+    path = user_path(place)
     if path.exists():
         return [(path, {})]
     parts = list(_parts(place)) if "{" in place else [(place, None)]
     if "*{seed}" in place:
         raise InputError(f"{place}: where the seed begins is not clear; write what stands before it")
     wild = "".join(literal + "*" * bool(name) for literal, name in parts)
-    paths = sorted(Path(name) for name in glob.glob(str(Path(wild).expanduser()), recursive=True))
+    paths = sorted(Path(name) for name in glob.glob(str(user_path(wild)), recursive=True))
     if not paths:
         way = f"; --column {quote(place)} names a column" * (place.partition("=")[0] in USUAL)
         raise InputError(f"{place}: no such file" + " is of this pattern" * (wild != place) + way)
     if wild == place:
         return [(path, {}) for path in paths]
-    whole = str(Path(place).expanduser())
+    whole = str(user_path(place))
     return [(path, read_name(whole, str(path), "the path", False)) for path in paths]
 
 

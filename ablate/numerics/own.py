@@ -36,6 +36,7 @@ from pydantic import PlainSerializer, ValidationInfo, ValidatorFunctionWrapHandl
 
 from ablate import own_source
 from ablate.errors import nearest
+from ablate.files import user_path
 from ablate.own_source import Code
 
 GROUP = "ablate.numerics"
@@ -160,7 +161,7 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
     if found is None:
         return None
     place, what, function = found["place"] or "", found["what"], found["function"]
-    base = os.path.abspath((folder or Path()) / Path(place).expanduser()).rstrip("/")
+    base = os.path.abspath((folder or Path()) / user_path(place)).rstrip("/")
     if found["digest"]:
         beside = folder is not None and (place or what.endswith(".py"))
         return Own(f"{base}/{text.removeprefix(place)}" if beside else text)

@@ -26,7 +26,7 @@ from ablate.engines.emulated_layer import Context, EmulatedLinear
 from ablate.engines.experts import is_attached
 from ablate.engines.recomputation import recompute
 from ablate.errors import InputError, as_input_error, one_line
-from ablate.files import read_json
+from ablate.files import read_json, user_path
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
@@ -195,7 +195,7 @@ def of_model(source: str, count: int, seed: int = 0) -> Capture:
     """
     from ablate.training.models.causal import frozen, loss
 
-    path = Path(source).expanduser()
+    path = user_path(source)
     drawn = path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin"))
     workload: TextWorkload
     try:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ablate.engines.blocks import passed_over
 from ablate.errors import nearest
+from ablate.files import user_path
 from ablate.recipes import PRESETS, Recipe
 from ablate.results.number_text import counted
 from ablate.training.checkpoints import Checkpoints
@@ -232,7 +233,7 @@ def _starts(runs: Runs) -> Outcome:
     """An empty file or folder in the place of `start` gives an error or other numbers. Not seen: weights that
     are read and fit no layer, as by `load_state_dict(..., strict=False)`.
     """
-    start = Path(str(runs.workload.own_checkpoint)).expanduser()
+    start = user_path(str(runs.workload.own_checkpoint))
     anneal = None if runs.anneals is None else False  # of a window, in which the rate is another promise
     begun = runs.records(anneal=anneal)
     with tempfile.TemporaryDirectory() as folder:

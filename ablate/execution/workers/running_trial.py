@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -36,7 +35,7 @@ from ablate.execution.workers.cluster import Node, silence, skew, unusable
 from ablate.execution.workers.remote_store import RemoteStore
 from ablate.execution.workers.trial_actors import TrialActors
 from ablate.experiment.recorded_spec import RecordedSpec
-from ablate.files import full
+from ablate.files import full, user_path
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -325,7 +324,7 @@ class RunningTrial:
         node."""
         if any(phrase in reason for phrase in _MISSING):
             for path in _texts(dict(RecordedSpec.parse(self.request.spec).config)):
-                if "/" in path and path in reason and glob.glob(str(Path(path).expanduser())):
+                if "/" in path and path in reason and glob.glob(str(user_path(path))):
                     return (
                         f"node {self.address(number)} has no {path}, which this machine has: data lie at the"
                         " same absolute path on every node, or on a file system that all share"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from ablate.errors import InputError
+from ablate.files import user_path
 from ablate.recipes.targets.megatron import PRECISION, VALUED
 
 _NEST = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"
@@ -283,14 +284,14 @@ class Script:
         elif name == "cd":
             word = " ".join(word for token in rest[1:] for word in self._words(token) if word != "--")
             known = self._folder is not None and word and word != "-" and not _HIDDEN.search(word)
-            self._folder = self._folder / Path(word).expanduser() if self._folder and known else None
+            self._folder = self._folder / user_path(word) if self._folder and known else None
         else:
             self._pass_over(rest, f"stands after {name}")
 
     def _source(self, token: _Token) -> None:
         """Read a file that the script sources."""
         word = " ".join(self._words(token))
-        outer, path = self._path, (self._folder or Path("\0")) / Path(word).expanduser()
+        outer, path = self._path, (self._folder or Path("\0")) / user_path(word)
         if path.name in self._written:
             self._refuse(f"{word}: an earlier command may write this file", token.line)
         if "\0" not in str(path) and path.is_file() and path not in self._sourced:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ablate.cache import kept, root
 from ablate.errors import redact
+from ablate.files import user_path
 from ablate.training.data import documents, hub, jobs, prepared, shards
 from ablate.training.data.shards import Tokens
 from ablate.training.data.sources import HubText, PreparedText, Shards, TextFiles, TextSource
@@ -89,7 +90,7 @@ def _opened(source: TextSource) -> Corpus:
         case HubText():
             return _made(jobs.of_dataset(source), f"dataset {source.dataset}")
         case PreparedText():
-            return _of_folder(Path(source.prepared).expanduser())
+            return _of_folder(user_path(source.prepared))
 
 
 def _of_bytes(files: Iterable[tuple[str, bytes, int]], missing: str) -> Corpus:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ablate.errors import first_line
+from ablate.files import user_path
 
 _BLOCK = 1 << 22
 _ROWS = 1000
@@ -40,7 +41,7 @@ def named(patterns: Iterable[str]) -> list[Path]:
     """
     result: dict[Path, None] = {}
     for pattern in patterns:
-        paths = [Path(path) for path in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+        paths = [Path(path) for path in sorted(glob.glob(str(user_path(pattern)), recursive=True))]
         files = [path for path in paths if path.is_file()]
         if not files:
             raise OSError(f"no file matches {pattern!r}{': it is a folder' if paths else ''}")

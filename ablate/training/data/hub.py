@@ -9,7 +9,7 @@ from typing import Literal
 
 from ablate.cache import digest, key_of, remembered
 from ablate.errors import first_line, redact
-from ablate.files import below
+from ablate.files import below, user_path
 
 _EXTRA = "pip install 'ablate-fp4[hf]'"
 _SECONDS = 15.0
@@ -18,7 +18,7 @@ _SECONDS = 15.0
 
 def local(dataset: str) -> Path | None:
     """Return the folder that a dataset's name is the path of; None if it is none."""
-    path = Path(dataset).expanduser()
+    path = user_path(dataset)
     return path if path.is_dir() else None
 
 

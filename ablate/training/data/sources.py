@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from ablate.files import Json
+from ablate.files import Json, user_path
 from ablate.numerics.spec import Spec
 from ablate.training.data.tokenisers import kind
 
@@ -152,4 +152,4 @@ def located(value: T, folder: Path) -> T:
 
 
 def _absolute(text: str, folder: Path) -> str:
-    return text if Path(text).expanduser().is_absolute() else str(folder / text)
+    return text if user_path(text).is_absolute() else str(folder / text)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ablate.cache import digest
 from ablate.errors import first_line
+from ablate.files import user_path
 from ablate.training.data.documents import Piece
 from ablate.training.data.hub import commit_of, tokenizer_file
 
@@ -99,7 +100,7 @@ def open_tokeniser(word: str, text: Callable[[], Iterable[Piece]]) -> Tokeniser:
 
 
 def _path(word: str) -> Path:
-    path = Path(word).expanduser()
+    path = user_path(word)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
         raise OSError(f"tokenizer {word}: there is no file {path}")

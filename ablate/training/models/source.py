@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ablate.cache import digest
+from ablate.files import user_path
 from ablate.recipes.layers import Layer
 from ablate.training.data.hub import commit_of
 
@@ -37,7 +38,7 @@ class Outline(NamedTuple):
 def resolve(source: str) -> tuple[Path | None, str | None]:
     """Return the local folder or file of a name and None, or None and its commit on the hub. OSError if
     neither exists, or the hub cannot be reached."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.exists():
         return path, None
     if source.startswith((".", "/", "~")) or source.count("/") > 1:

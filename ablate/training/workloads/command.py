@@ -31,7 +31,7 @@ from pydantic import Field, model_validator
 
 from ablate import own_source, provenance
 from ablate.errors import nearest
-from ablate.files import Json
+from ablate.files import Json, user_path
 from ablate.numerics.spec import Spec
 from ablate.recipes.targets.commands import STACKS
 from ablate.training.log_readers import LineReader, open_reader
@@ -107,7 +107,7 @@ class Command(OwnCode):
 
     @property
     def _folder(self) -> Path:
-        return Path(self.folder).expanduser().resolve()
+        return user_path(self.folder).resolve()
 
     def problems(self) -> Iterator[tuple[str, str]]:
         for key in self.config:
@@ -135,7 +135,7 @@ class Command(OwnCode):
             unnamed = "is empty, and run names no file"
             yield "sources", f"{unnamed}; list the command's code, so that an edit runs it anew"
         for value in self.data:
-            if not Path(value).expanduser().exists():
+            if not user_path(value).exists():
                 yield "data", f"{value}: no such file or folder"
         try:
             own_source.digest_of(self._sources() if not why else (), self._folder)
@@ -237,7 +237,7 @@ class Command(OwnCode):
 
     def fingerprint(self) -> str:
         parts = [own_source.digest_of(self._sources(), self._folder)]
-        return "-".join(parts + [own_source.content(Path(name).expanduser()) for name in self.data])
+        return "-".join(parts + [own_source.content(user_path(name)) for name in self.data])
 
     def files(self) -> Iterator[Path]:
         yield from own_source.closures(self._sources())
@@ -333,5 +333,5 @@ class Command(OwnCode):
 
 
 def _files(pattern: str) -> list[Path]:
-    names = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+    names = glob.glob(str(user_path(pattern)), recursive=True)
     return [Path(name) for name in names if Path(name).is_file()]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from pydantic import Field
 
 from ablate.cache import growing, kept, key_of
-from ablate.files import Json
+from ablate.files import Json, user_path
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Products, Recipe, Wgrad
 from ablate.training.data import without_places
@@ -104,7 +104,7 @@ class Finetune(TextWorkload):
         if not {"data", "model"} & problems.keys():
             problems |= dict(self._adapters())
             if isinstance(self.model, str):
-                problems |= dict(self._weights(Path(self.model).expanduser()))
+                problems |= dict(self._weights(user_path(self.model)))
             elif self.base:
                 pretraining = self._pretraining(self.base)
                 problems |= {f"base.{field}": why for field, why in pretraining.problems()}

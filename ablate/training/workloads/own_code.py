@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from ablate import own_source
+from ablate.files import user_path
 from ablate.training.hyperparameters import MOST_STEPS, Guard
 from ablate.training.workloads.base import Workload
 from ablate.training.workloads.text import Fields
@@ -53,7 +54,7 @@ class OwnCode(Workload):
 
     def files(self) -> Iterator[Path]:
         for path in map(Path, self.data):
-            yield from own_source.listed(path.expanduser())
+            yield from own_source.listed(user_path(path))
 
     def recorded(self, metric: str) -> range:
         return range(self.log_every, self.steps, self.log_every)

@@ -23,6 +23,7 @@ from pydantic import Field
 from ablate import own_source
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
 from ablate.errors import InputError, first_line, nearest
+from ablate.files import user_path
 from ablate.own_source import Code, functions
 from ablate.recipes.recipe import Run
 from ablate.training.metric_names import ENDINGS, is_added
@@ -76,7 +77,7 @@ class Python(OwnCode):
 
     @property
     def _code(self) -> Code:
-        return code_of(Path(self.file).expanduser(), self.function)
+        return code_of(user_path(self.file), self.function)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         code: Code | None = None
@@ -90,7 +91,7 @@ class Python(OwnCode):
                 code = None
         for name, values in (("start", (self.start,) if self.start else ()), ("data", self.data)):
             for value in values:
-                if not Path(value).expanduser().exists():
+                if not user_path(value).exists():
                     yield name, f"{value}: no such file or folder"
         if code is not None:
             try:
@@ -111,16 +112,16 @@ class Python(OwnCode):
 
     def fingerprint(self) -> str:
         parts = [own_source.digest(self._code, self.sources)]
-        parts += [own_source.content(Path(name).expanduser()) for name in self.data]
+        parts += [own_source.content(user_path(name)) for name in self.data]
         if self.start:
-            parts.append(f"start:{own_source.content(Path(self.start).expanduser())}")
+            parts.append(f"start:{own_source.content(user_path(self.start))}")
         return "-".join(parts)
 
     def files(self) -> Iterator[Path]:
         yield from own_source.files_of(self._code, self.sources)
         yield from super().files()
         if self.start:
-            yield from own_source.listed(Path(self.start).expanduser())
+            yield from own_source.listed(user_path(self.start))
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Call the function, and yield a Record for each step of which it logged something. For a forked
@@ -147,8 +148,8 @@ class Python(OwnCode):
         function, declared = own_source.load(code), declares_config(code)
         watch.refuse(_LISTED)
         length = Run(window.steps, self.tokens_per_step) if window else self.length
-        start = Path(self.start).expanduser() if self.start else None
-        data = tuple(Path(name).expanduser() for name in self.data)
+        start = user_path(self.start) if self.start else None
+        data = tuple(user_path(name) for name in self.data)
         state = cast("TrialState | None", saved)  # checkpoints hold what a workload gave
 
         def work(emit: Callable[[Record], None]) -> None:

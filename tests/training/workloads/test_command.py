@@ -859,3 +859,17 @@ def test_a_script_that_is_not_there_is_named_before_anything_runs(tmp_path):
         assert (field, why.partition(":")[0]) == ("run", "nope.py")
     (tmp_path / "nope.py").write_text("")
     assert not list(Command(run="python nope.py {seed}", folder=str(tmp_path)).problems())
+
+
+def test_folders_of_unknown_users_are_named_at_their_places(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        "schema: 1\nquestion: q\nrecipe: nvfp4\nablate: {rht: [true, false]}\nagainst: bf16\n"
+        "metric: {name: val/loss, direction: minimize}\n"
+        "workload: {command: {run: 'true', folder: ~nobody-here/x, data: [~nobody-here/y]}}\n"
+    )
+    with pytest.raises(InputError) as raised:
+        load(file)
+    places = [line.partition("x.yaml:")[2].split(": ")[:2] for line in str(raised.value).splitlines()]
+    assert ["7:35", "workload.command.folder"] in places
+    assert ["7:59", "workload.command.data"] in places
