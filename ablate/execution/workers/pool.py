@@ -72,6 +72,31 @@ _REFERENCE = (
 )
 
 
+class Placements:
+    """Placements of one sweep as last counted, without those on nodes that do not answer."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.counted = -math.inf
+        """Time of the last count. None is made before `Pool.slots` is first read: it starts an actor at each
+        placement."""
+        self._lost: dict[str, float] = {}
+        """Time until which nothing is started on a node that does not answer, by node id."""
+
+    def lost_nodes(self) -> set[str]:
+        """Return the nodes on which nothing is started now."""
+        self._lost = {node: until for node, until in self._lost.items() if time.monotonic() < until}
+        return set(self._lost)
+
+    def lose(self, nodes: Iterable[str]) -> None:
+        """Forget the placements on nodes that do not answer, and count again soon. Ray lists such a node for
+        a while, and the next trial would wait for it."""
+        nodes = [*nodes]
+        self._lost |= dict.fromkeys(nodes, time.monotonic() + _LOST_NODE_SECONDS)
+        self.places = [place for place in self.places if not place.keys() & self._lost.keys()]
+        self.counted = -math.inf if nodes else self.counted
+
+
 class Pool:
     """Executor of trials on a Ray cluster, which other programs may use too."""
 
@@ -101,12 +126,7 @@ class Pool:
         self._moves: Counter[str] = Counter()
         """Number of placements that each trial has lost before it started."""
         self._answers: list[Answer] = []
-        self._places: list[Place] = []
-        self._counted = -math.inf
-        """Time at which the placements were last counted. They are not before `slots` is first read, which
-        starts an actor at each."""
-        self._lost: dict[str, float] = {}
-        """Time until which nothing is started on a node that does not answer, by node id."""
+        self._placements = Placements()
         self._barred: dict[str, str] = {}
         """Reason by id of each node that cannot run this sweep's trials."""
         self._reported: set[Hashable] = set()
@@ -139,16 +159,17 @@ class Pool:
         includes nodes that joined meanwhile. On a cluster that other programs use it may be 0 until units are
         free. Counted again after two seconds at the earliest."""
         now = time.monotonic()
-        if now >= self._counted + LOOK_SECONDS:
+        if now >= self._placements.counted + LOOK_SECONDS:
             if self._head:
                 self._head.look()
-            self._places, self._counted = self._count_places(), now
+            self._placements.places = self._count_places()
+            self._placements.counted = now
             self._settle()
-            if not self._places:
+            if not self._placements.places:
                 self._refuse_barred()
                 waits = "free nodes: others use them" if self._room() else "nodes: the cluster has lost all"
                 self._notify("waits", f"waits for {waits}")
-        return len(self._places)
+        return len(self._placements.places)
 
     def _nodes(self) -> list[Node]:
         try:
@@ -159,13 +180,12 @@ class Pool:
     def _room(self) -> dict[str, float]:
         """Return units of CPU or GPU by node id, without nodes that do not answer or cannot run this sweep's
         trials."""
-        now = time.monotonic()
-        self._lost = {node: until for node, until in self._lost.items() if now < until}
+        lost = self._placements.lost_nodes()
         units_of = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
         return {
             node: units_of[node]
             for node in sorted(units_of, key=lambda node: hash((self._salt, node)))
-            if units_of[node] and node not in self._barred and node not in self._lost
+            if units_of[node] and node not in self._barred and node not in lost
         }
 
     def _count_places(self) -> list[Place]:
@@ -189,7 +209,7 @@ class Pool:
     def _open_places(self) -> list[Place]:
         taken = Counter(_key(trial.actors.place) for trial in self._running.values())
         places = []
-        for place in self._places:
+        for place in self._placements.places:
             taken[_key(place)] -= 1
             if taken[_key(place)] < 0:
                 places.append(place)
@@ -200,7 +220,7 @@ class Pool:
         free."""
         running = self._running.items()
         placed = [(trial_id, _key(trial.actors.place), trial.started) for trial_id, trial in running]
-        for trial_id in unseated([_key(place) for place in self._places], placed):
+        for trial_id in unseated([_key(place) for place in self._placements.places], placed):
             trial = self._running.pop(trial_id)
             trial.abandon()
             trial.actors.dismiss()
@@ -221,7 +241,7 @@ class Pool:
 
     def resize(self, slots: int) -> None:
         """Run at most `slots` trials at once from now on. Running trials go on to their end."""
-        self._most, self._counted = slots, -math.inf
+        self._most, self._placements.counted = slots, -math.inf
 
     # Trials
 
@@ -305,13 +325,10 @@ class Pool:
         trial = self._running.pop(trial_id)
         if trial.broken:
             trial.actors.dismiss()
-            if trial.lost_nodes:  # Ray lists such a node for a while, and the next trial would wait for it
-                self._lost |= dict.fromkeys(trial.lost_nodes, time.monotonic() + _LOST_NODE_SECONDS)
-                self._places = [place for place in self._places if not place.keys() & self._lost.keys()]
-                self._counted = -math.inf
+            self._placements.lose(trial.lost_nodes)
         else:
             self.idle.append(trial.actors)
-        if self._counted > 0:
+        if self._placements.counted > 0:
             self._settle()
 
     def _bar(self, trial_id: str, error: Unusable) -> None:
@@ -323,7 +340,7 @@ class Pool:
         self._refuse_barred()
         self._notify(error.node, f"{error}; no trial runs there")
         self._queue.append(trial.request)
-        self._counted = -math.inf
+        self._placements.counted = -math.inf
 
     def _refuse_barred(self) -> None:
         """Raise ClusterError if only excluded nodes have room for a trial: waiting would not help."""
