@@ -1,7 +1,9 @@
 """Exit statuses and the console of all commands, and the handling of a user's mistakes and of signals."""
 
+import _thread
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from ablate.store.ledger import Ledger
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 3, 130, 141, 143
+_IMPORT_SECONDS = 10.0
+"""Longest wait for the end of an import at a signal."""
+_POLL_SECONDS = 0.05
 
 
 def summary_of(ledger: "Ledger") -> str:
@@ -43,7 +48,7 @@ def run(command: Callable[[], None]) -> None:
     if note := ensure_home():
         print(note, file=sys.stderr)
     try:
-        with _closed_pipe_exits():
+        with _closed_pipe_exits(), _raising(signal.SIGINT, KeyboardInterrupt):
             command()
     except InputError as error:
         print(printable(str(error)), file=sys.stderr)
@@ -53,12 +58,6 @@ def run(command: Callable[[], None]) -> None:
             raise
         print(printable(why), file=sys.stderr)
         sys.exit(BAD_INPUT)
-    except RuntimeError as error:  # CPython 3.11 makes one of a signal within __set_name__, as in an import
-        if not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        status, why = interruption(error.__cause__)
-        print(f"{why}.", file=sys.stderr)
-        sys.exit(status)
     finally:
         # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
         # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.
@@ -119,20 +118,51 @@ def raise_on_sigterm() -> Iterator[None]:
     """Raise Terminated at the first SIGTERM within the block. Ignore later ones: they would interrupt the
     clean-up."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def terminated() -> Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         Terminated.received = True
-        raise Terminated
+        return Terminated()
+
+    Terminated.received = False
+    with _raising(signal.SIGTERM, terminated):
+        yield
+
+
+@contextmanager
+def _raising(number: int, error: Callable[[], BaseException]) -> Iterator[None]:
+    """Raise `error()` at this signal within the block, once no import is in progress, or after 10 seconds:
+    an exception within an import leaves half a module, and in C++ of torch's it aborts the process."""
+    deadline = math.inf
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + _IMPORT_SECONDS)
+        if time.monotonic() < deadline and _importing(frame):
+            _thread.start_new_thread(_again, (number,))  # threading's own locks may be held here
+            return
+        deadline = math.inf
+        raise error()
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
         yield
         return
-    Terminated.received = False
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+
+
+def _again(number: int) -> None:
+    time.sleep(_POLL_SECONDS)
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Return True if this frame, or one that called it, runs an import."""
+    while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 def interruption(error: KeyboardInterrupt) -> tuple[int, str]:
