@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,14 +129,16 @@ class MlflowServer:
 
     def _answers(self, process: "subprocess.Popen[bytes]") -> bool:
         """Return True if the server answers, and not another process on the same port."""
-        with (
-            suppress(OSError, psutil.Error),
-            urllib.request.urlopen(f"http://{HOST}:{self._port}/health", timeout=2) as answer,
-        ):
-            children = psutil.Process(process.pid).children(recursive=True)
-            connections = [each for child in children for each in child.net_connections("tcp")]
-            ports = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
-            return answer.status == 200 and self._port in ports
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{self._port}/health", timeout=2) as answer:
+                children = psutil.Process(process.pid).children(recursive=True)
+                connections = [each for child in children for each in child.net_connections("tcp")]
+                ports = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+                return answer.status == 200 and self._port in ports
+        except urllib.error.HTTPError as error:
+            error.close()
+        except (OSError, psutil.Error):
+            pass
         return False
 
     def _error_line(self) -> str:
