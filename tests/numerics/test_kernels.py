@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -49,23 +48,18 @@ def lacking(path: Path) -> str | None:
 
 
 @pytest.fixture(params=BUILDS, ids=lambda path: path.stem)
-def build(request, monkeypatch):
+def build(request):
     """Every build in turn, where this CPU has its instructions."""
     if level := lacking(request.param):
         pytest.skip(f"this CPU has no {level}")
-    library = builds.load(request.param)
-    monkeypatch.setattr(builds, "build", lambda: library)
+    with builds.using(builds.load(request.param)):
+        yield
 
 
 @cache
 def runnable() -> dict[str, Any]:
     """Every build that this CPU runs, by name: all are compared with one reference, which takes longer than they do."""
     return {path.stem: builds.load(path) for path in BUILDS if not lacking(path)}
-
-
-def in_use(library: Any) -> AbstractContextManager:
-    """Return a context in which this build is the one in use."""
-    return mock.patch.object(builds, "build", return_value=library)
 
 
 def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -82,7 +76,7 @@ def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0
 
 
 def reference(x: Tensor, quant: Quant, **how) -> Operand:
-    with mock.patch.object(builds, "build", return_value=None):
+    with builds.using(None):
         return quantize(x, quant, **how)
 
 
@@ -93,7 +87,7 @@ def bits(x: Tensor) -> Tensor:
 
 def decoded(theirs: Operand) -> Tensor:
     """Return what the reference decodes."""
-    with mock.patch.object(builds, "build", return_value=None):
+    with builds.using(None):
         return theirs.dequantize()
 
 
@@ -112,7 +106,7 @@ def assert_every_build_equals(x: Tensor, quant: Quant, how: dict[str, Any]) -> N
     theirs = reference(x, quant, **how)
     whole = decoded(theirs)
     for build, library in runnable().items():
-        with in_use(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
+        with builds.using(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
             assert_equal(quantize(x, quant, **how), theirs, whole, build)
         assert kernel.call_count == 1
 
@@ -181,7 +175,7 @@ def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(wa
         whole = decoded(theirs)
         for build, library in runnable().items():
             with (
-                in_use(library),
+                builds.using(library),
                 mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as nvidia,
                 mock.patch.object(general, "quantize", wraps=general.quantize) as other,
             ):
@@ -194,10 +188,10 @@ def test_a_rotation_of_any_size_is_the_references(dtype, size, back):
     for shape, regime in itertools.product(SHAPES, REGIMES):
         z = drawn((shape[0], shape[1] + -shape[1] % size), regime, dtype)
         for x in (z, z.t().contiguous().t(), z[:, :size]):
-            with mock.patch.object(builds, "build", return_value=None):
+            with builds.using(None):
                 theirs = bits(rotate(x, Hadamard(size=size), back=back))
             for build, library in runnable().items():
-                with in_use(library):
+                with builds.using(library):
                     assert torch.equal(bits(rotate(x, Hadamard(size=size), back=back)), theirs), build
 
 
@@ -212,7 +206,7 @@ def test_compiled_random_bits_are_the_references(build, width, purpose):
     for rows, columns in ((1, 16), (3, 48), (7, 272), (64, 1024)):
         draw = partial(random_bits, Clock(2**35 + 3, "masking", 7, 2), 2**32 - 9, rows, columns, width)
         mine = draw(torch.device("cpu"), purpose)
-        with mock.patch.object(builds, "build", return_value=None):
+        with builds.using(None):
             assert torch.equal(mine, draw(torch.device("cpu"), purpose))
 
 

@@ -71,12 +71,11 @@ def missed_by_general(coverage: Coverage) -> dict[str, set]:
 
 @pytest.mark.slow
 @needs_builds
-def test_kernels_equal_the_reference_on_thousands_of_random_cases(monkeypatch):
+def test_kernels_equal_the_reference_on_thousands_of_random_cases():
     coverage, paths = Coverage(), runnable_builds()
     for number, path in enumerate(paths):
-        library = builds.load(path)
-        monkeypatch.setattr(builds, "build", lambda library=library: library)
-        found = first_difference(SEED + number, CASES // len(paths), coverage)
+        with builds.using(builds.load(path)):
+            found = first_difference(SEED + number, CASES // len(paths), coverage)
         assert found is None, f"{path.stem}, seed {SEED + number}: {found[1]} differs in {found[0]}"
     more = iter(range(SEED + len(paths), SEED + len(paths) + MOST_MORE))
     while (unseen_values(coverage.values) or missed_by_general(coverage)) and (
@@ -124,15 +123,15 @@ class Altered:
 
 
 @needs_builds
-def test_a_given_amax_that_rotated_columns_overwrite_is_found_within_200_cases(monkeypatch):
+def test_a_given_amax_that_rotated_columns_overwrite_is_found_within_200_cases():
     library = builds.build()
 
     def overwrites(memory: int, rows: int, columns: int, spec: builds.CastArguments, *outputs: int) -> int:
         spec.amax = -1.0 if spec.rotated else spec.amax
         return library.columns(memory, rows, columns, spec, *outputs)
 
-    monkeypatch.setattr(builds, "build", lambda: Altered(library, "columns", overwrites))
-    found = first_difference(SEED, 200, Coverage())
+    with builds.using(Altered(library, "columns", overwrites)):
+        found = first_difference(SEED, 200, Coverage())
     assert found is not None
     assert found[0].rotation is not None
     assert found[0].quant.outer.statistic.startswith("static")
