@@ -60,7 +60,10 @@ OUTSIDE = {
     "switch_transformers": "a dictionary of modules of nn.Linear",
 }
 """Families with experts of another form, by what they are."""
-FP32 = {"openai_privacy_filter": "computes its experts in fp32"}
+FP32 = {
+    "openai_privacy_filter": "computes its experts in fp32",
+    "inkling2_loop": "adds its experts' outputs in fp32",
+}
 """Families whose `eager` differs, and why."""
 TOKENS, VOCAB = 64, 128
 EQUAL = "equal"
