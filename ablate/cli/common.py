@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.option_groups import App
-from ablate.errors import InputError, printable
+from ablate.errors import InputError, brief, printable
 from ablate.files import ensure_home, finite
 
 if TYPE_CHECKING:
@@ -87,9 +87,11 @@ def _closed_pipe_exits() -> Iterator[None]:
 
 
 def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
-    """Return a sentence on a file of the state folder that cannot be used: a folder, a link that leads
-    nowhere, or a file that cannot be written is in its place. None for any other error."""
+    """Return a sentence on a file that cannot be used: a folder, a link that leads nowhere, or a file that
+    cannot be written is in its place, or its name is too long. None for any other error."""
     path: str | None
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{brief(str(error.filename))}: {error.strerror}: each part of a path has at most 255 bytes"
     kind = "file that can be read and written"
     if isinstance(error, sqlite3.OperationalError):
         code = getattr(error, "sqlite_errorname", "")

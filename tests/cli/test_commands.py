@@ -293,6 +293,35 @@ def test_a_file_that_is_no_experiment_is_told_in_one_line(content, said, tmp_pat
     assert said in line
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("judge", "{}.csv", "--against", "bf16"),
+        ("check", "{}"),
+        ("check", "{}.py:train"),
+        ("conform", "{}"),
+        ("recipe", "show", "{}.yaml"),
+        ("recipe", "import", "--te", "{}"),
+        ("recipe", "import", "--script", "{}"),
+        ("plan", "{}.yaml"),
+        ("sweep", "{}.yaml"),
+        ("status", "--state", "{}"),
+        ("show", "tiny", "--state", "{}"),
+        ("report", "tiny", "--state", "{}"),
+        ("data", "prepare", "{}", "--out", "data"),
+        ("judge", "runs/{}/{{arm}}.csv", "--against", "bf16"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_name_that_no_file_system_has_room_for_is_told_in_one_sentence(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = here(*(word.format("n" * 300) for word in words))
+    *starting, sentence = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert all(line.startswith("Starting: ") for line in starting), starting
+    assert len(sentence) < 450, sentence
+
+
 @pytest.mark.parametrize("under", ["file", "file/below"])
 def test_a_state_folder_that_cannot_be_written_is_told(under, tmp_path):
     (tmp_path / "file").touch()
