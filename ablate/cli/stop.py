@@ -73,6 +73,10 @@ def _stop_order(folder: Path, arm: str | None, trial: str | None) -> tuple[Order
 
 def _find_trial(prefix: str, members: list[Member]) -> Member:
     """Return the member whose trial id begins with `prefix`; InputError unless there is exactly one."""
+    if not prefix:
+        raise InputError(
+            "--trial: it is empty; give the first digits of a trial's id, as `ablate status` has it"
+        )
     trials = {member.id: member for member in members}
     matches = [trial for trial in trials if trial.startswith(prefix)]
     if not matches:

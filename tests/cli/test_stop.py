@@ -89,12 +89,13 @@ def test_an_order_arrives_and_what_will_happen_is_said(state, taker):
             "--arm rht=tru: no such arm; 'rht=true' is the nearest of rht=true, rht=false, bf16",
         ),
         (("stop", "tiny", "--trial", "zzz"), "--trial zzz: no such trial; "),
-        (("stop", "tiny", "--trial", ""), "--trial : 6 trials have this prefix: "),
+        (("stop", "tiny", "--trial", ""), "--trial: it is empty; give "),
+        (("stop", "tiny", "--arm", ""), "--arm : no such arm; "),
         (("stop", "tiny", "--arm", "a", "--trial", "b"), "--arm and --trial: both were given"),
         (("stop", "tiny", "--trial", "b", "--workers", "2"), "--trial and --workers: both were given"),
         (("stop", "tinny", "--workers", "3"), "tinny: no such sweep in "),
     ],
-    ids=["sweep", "arm", "trial", "every trial", "both", "and workers", "workers"],
+    ids=["sweep", "arm", "trial", "empty trial", "empty arm", "both", "and workers", "workers"],
 )
 def test_a_wrong_name_is_told_and_nothing_is_ordered(words, said, state, taker):
     assert refused(*words, state=state).startswith(said)
