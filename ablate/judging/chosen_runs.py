@@ -5,6 +5,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Literal
 
 from ablate.errors import InputError, brief, nearest
@@ -239,7 +240,7 @@ def _effect(given: float | str | None) -> float | str | None:
         number = math.nan
     if not 0 < number < math.inf:
         raise InputError(f"min_effect {text}: is no positive number, or share such as 0.1%")
-    return f"{number:.15f}".rstrip("0").rstrip(".") + "%" if text.endswith("%") else number
+    return f"{Decimal(text.removesuffix('%')).normalize():f}%" if text.endswith("%") else number
 
 
 def _usual_metric(runs: Sequence[ForeignRun]) -> str:

@@ -758,7 +758,7 @@ def test_an_arm_whose_baseline_left_the_file_is_shown_without_a_gap(tmp_path):
     assert found["elsewhere: theirs"].gap is None
 
 
-@pytest.mark.parametrize("effect", ["1e-1%", "+5%", "5.%", "0.1 %"])
+@pytest.mark.parametrize("effect", ["1e-1%", "+5%", "5.%", "0.1 %", "1e-16%", "5e-324%", "1.23456789e-12%"])
 def test_every_way_to_write_a_share_is_read(effect):
     assert judge({"a": [1.0, 1.1, 1.2], "b": [1.0, 1.1, 1.3]}, "a", min_effect=effect).arms
 
