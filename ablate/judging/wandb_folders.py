@@ -43,6 +43,8 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 """Number and type of each field, by message and name; a star is a repeated field."""
 _TYPES = {"int64": 3, "int32": 5, "string": 9, "message": 11}
 """Numbers of types in protobuf's descriptors."""
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+"""Texts that W&B writes for numbers that JSON lacks."""
 
 
 class _Cut(Exception):
@@ -114,7 +116,8 @@ def _add(points: Points, number: int, history: Any) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError("a record of history has no step")
     for name, value in values.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and not name.startswith("_"):
+        numeric = (isinstance(value, int | float) and not isinstance(value, bool)) or value in _NOT_FINITE
+        if numeric and not name.startswith("_"):
             points.add(number, step, name, cells.number(value))
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 from support import foreign_files
 
+import ablate
 from ablate.errors import InputError
 from ablate.judging import sources
 from ablate.judging.columns import Columns
@@ -83,6 +84,26 @@ def test_a_whole_number_beyond_floats_is_refused_in_a_file_of_wandb(tmp_path, mo
     files = written(tmp_path, "W&B folders")
     with pytest.raises(InputError, match="does not fit a float"):
         foreign_files.result(files, tmp_path)
+
+
+def test_numbers_that_wandb_writes_as_texts_are_read_and_other_texts_are_not_metrics(tmp_path, monkeypatch):
+    written_as = ["NaN", "Infinity", "-Infinity", "nano"]
+    runs = [(arm, seed) for arm in foreign_files.ARMS for seed in foreign_files.SEEDS]
+    rows = [(*run, step, text, None) for run in runs for step, text in enumerate(written_as)]
+    monkeypatch.setattr(foreign_files, "values_of_runs", lambda: iter(rows))
+    values, _ = foreign_files.result(written(tmp_path, "W&B folders"), tmp_path)
+    read_as = [[repr(value) for key, value in values.items() if key[:2] == run] for run in runs]
+    assert read_as == [["nan", "inf", "-inf"]] * len(runs)
+
+
+def test_a_last_loss_that_wandb_writes_as_the_text_nan_counts_as_diverged(tmp_path, monkeypatch):
+    runs = [(arm, seed) for arm in foreign_files.ARMS for seed in foreign_files.SEEDS]
+    rows = [(*run, step, 3.0, None) for run in runs for step in (10, 20)]
+    rows[-1] = (*runs[-1], 20, "NaN", None)
+    monkeypatch.setattr(foreign_files, "values_of_runs", lambda: iter(rows))
+    written(tmp_path, "W&B folders")
+    (judged,) = ablate.judge(tmp_path, against="bf16", ignore=["State"]).arms
+    assert (judged.arm, judged.runs, judged.verdict["diverged"]) == ("nvfp4", 1, 1)
 
 
 @pytest.mark.parametrize("stack", ["torchtitan", "megatron", "modded-nanogpt"])
