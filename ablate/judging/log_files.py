@@ -10,7 +10,7 @@ from pathlib import Path
 from ablate.errors import InputError, as_input_error, brief
 from ablate.judging.named_runs import NamedRun
 from ablate.judging.points import Points
-from ablate.judging.table_files import content, text
+from ablate.judging.table_files import text
 from ablate.training.log_readers import OPTIONS, READERS, LogRecord, Unreadable, format_of, open_reader
 from ablate.training.log_readers.hf import state_records
 
@@ -28,7 +28,7 @@ def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
         reader = open_reader(format_of(logs))
     points = Points(str(path), in_time=True)
     damaged: list[str] = []
-    decoded = text(path) if logs == "lightning" else content(path).decode(errors="replace")
+    decoded = text(path, "strict" if logs == "lightning" else "replace")
     *lines, last = decoded.split("\n")
     records = 0
     for number, line in enumerate(lines, 1):
@@ -38,7 +38,7 @@ def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
             damaged.append(f"line {number}: {error}")
             continue
         if record is not None and "\ufffd" in line:
-            damaged.append(f"line {number}: it is not UTF-8")
+            damaged.append(f"line {number}: bytes of it are not text")
         elif record is not None:
             records += 1
             _add(points, number, record)
@@ -46,11 +46,12 @@ def read_log(path: Path, logs: str, said: list[str]) -> NamedRun:
         of_metrics = bool(last.strip()) and reader(last) is not None
     except Unreadable:
         of_metrics = True
-    if of_metrics:
-        said.append(f"{path}: the last line has no end, so it may be cut; it is left out")
+    unended = ["the last line has no end, so it may be cut; it is left out"] if of_metrics else []
     if not records:
-        why = "".join(f"; {sentence}" for sentence in damaged[:1])
+        zeros = ["it has zero bytes, as UTF-16 has: convert it to UTF-8, `iconv -f utf-16 -t utf-8`"]
+        why = "".join(f"; {sentence}" for sentence in (zeros * ("\0" in decoded) + damaged + unended)[:1])
         raise InputError(f"{path}: no line has metrics as {brief(logs)} prints them{why}")
+    said += [f"{path}: {sentence}" for sentence in unended]
     if damaged and logs.startswith("hf"):
         raise InputError(f"{path}: {damaged[0]}")
     if damaged:

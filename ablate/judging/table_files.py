@@ -54,19 +54,20 @@ def content(path: Path) -> bytes:
     return data
 
 
-def text(path: Path) -> str:
-    """Return the text of a file without its byte-order mark. InputError if it is not UTF-8 or UTF-16."""
+def text(path: Path, errors: str = "strict") -> str:
+    """Return the text of a file without its byte-order mark. InputError if it is not UTF-8 or UTF-16.
+    `errors`: `replace` puts U+FFFD in the place of damaged bytes, and keeps zero bytes."""
     data = content(path)
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
-        decoded = data.decode(encoding)
+        decoded = data.decode(encoding, errors)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputError(
             f"{path}: line {line} is not {encoding.removesuffix('-sig').upper()}"
             f" (byte {data[error.start]:#04x}); convert the file to UTF-8: `iconv -t utf-8`"
         ) from None
-    if "\0" in decoded:
+    if "\0" in decoded and errors == "strict":
         line = decoded.count("\n", 0, decoded.index("\0")) + 1
         raise InputError(f"{path}: line {line} has a zero byte; the file is damaged, or not text")
     return decoded

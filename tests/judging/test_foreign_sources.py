@@ -118,6 +118,42 @@ def test_a_log_says_which_lines_it_leaves_out(stack, tmp_path):
     assert any("last line has no end" in sentence for sentence in said)
 
 
+LOGS = [name for name in foreign_files.SOURCES if name.startswith("log ")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_with_a_byte_order_mark_is_read_in_its_encoding(name, encoding, tmp_path):
+    files = written(tmp_path, name)
+    for file, content in files.contents.items():
+        (tmp_path / file).write_bytes(content.decode().encode(encoding))
+    values, _ = foreign_files.result(files, tmp_path)
+    assert values.keys() == foreign_files.expected(name).keys()
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_log_in_utf_16_without_a_mark_is_refused_with_what_converts_it(encoding, tmp_path):
+    files = written(tmp_path, "log of torchtitan")
+    path = tmp_path / "bf16-s0.log"
+    path.write_bytes(path.read_text().encode(encoding))
+    with pytest.raises(InputError, match=r"bf16-s0\.log: .*zero bytes.*iconv -f utf-16"):
+        foreign_files.result(files, tmp_path)
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_of_one_line_without_an_end_is_refused_for_that_reason(name, tmp_path):
+    files = written(tmp_path, name)
+    path = tmp_path / next(iter(files.contents))
+    lines = path.read_text().splitlines()
+    for line in lines:
+        path.write_text(line)
+        with pytest.raises(InputError) as refusal:
+            foreign_files.result(files, tmp_path)
+        if "no line has metrics" in str(refusal.value) and "last line has no end" in str(refusal.value):
+            return
+    pytest.fail(f"{refusal.value}: no line alone is refused for its missing end")
+
+
 def test_a_log_whose_lines_are_counted_is_refused_if_one_is_missing(tmp_path):
     for line in range(9):
         files = written(tmp_path, "log of the Trainer")
