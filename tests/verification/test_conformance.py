@@ -53,6 +53,29 @@ def packed(x: torch.Tensor) -> Quantised:
     return Quantised(None, pairs.to(torch.uint8), operand.block_scale[:, 0, :, 0], factor)
 
 
+USED = {
+    ("nvfp4", "fprop", "x"): 126,
+    ("nvfp4", "fprop", "w"): 14,
+    ("tetrajet2", "fprop", "x"): 22,
+    ("four_over_six", "fprop", "x"): 77,
+    ("four_over_six", "dgrad", "g"): 106,
+    ("quartet2", "fprop", "x"): 77,
+    ("quartet2", "dgrad", "g"): 120,
+}
+"""Number of values of E4M3, which has 126 above zero, that are scales of `every_scale`'s tensor."""
+
+
+@every(operand=tuple(USED))
+def test_as_many_scales_are_used_as_every_scale_says(operand):
+    preset, product, side = operand
+    quant = getattr(getattr(PRESETS[preset](), product), side).changed(rounding="nearest")
+    scales = quantize(inputs.every_scale(quant, 32, 256), quant).block_scale
+    of_format = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert torch.isin(scales, of_format).all()
+    assert len(scales.unique()) == USED[operand]
+    assert f" {USED[operand]}" in inputs.every_scale.__doc__
+
+
 @every(columns=(1, 2, 5, 8, 24))
 def test_a_last_block_cut_short_is_tried_of_subjects_that_take_it(columns):
     made = PRESETS["nvfp4"]()

@@ -153,8 +153,14 @@ def scale_midpoints(quant: Quant, rows: int, columns: int) -> Tensor:
 
 
 def every_scale(quant: Quant, rows: int, columns: int) -> Tensor:
-    """Return a tensor with a block for every value of the scale's format, of an element format's maximum. S
-    is a power of two, so a block's amax is exactly 6 s / S. Rounded to bf16, it is s itself."""
+    """Return a tensor with a block for each value of the scale's format from 2^-20 to the bound, in turn: a
+    block's amax is the element format's maximum times that value, rounded to bf16.
+
+    nvfp4's 1x16 blocks below one second level get all 126 values of E4M3: S is a power of two. Other recipes
+    get fewer of them in a tensor of 32 x 256: square blocks 14, which share an amax with the 16 rows beside;
+    tetrajet2 22, with a second level for each group of blocks; four_over_six and quartet2 106 and 120 up to
+    their bound 256, and 77 if they choose between two scales.
+    """
     assert quant.scale is not None
     kind, bound = SCALES[quant.scale.format], quant.outer.bound if quant.outer else 2.0**8
     steps = torch.arange(2**kind.mantissa) / 2.0**kind.mantissa

@@ -37,7 +37,7 @@ PROMISES = {
     "stale_scales": "Each call computes its own scales.",
     "strides": "Views that are not contiguous give what their copies give.",
     "scale_midpoints": "Block scales are rounded to nearest, ties to even.",
-    "every_scale": "Every scale of the format is used and read back.",
+    "every_scale": "Scales all over the format's range are used and read back.",
     "subnormal_scales": "Subnormal scales are kept; those below half the smallest are zero.",
     "power_of_two_thresholds": "E8M0's exponent goes up where the recipe says.",
     "power_of_two_extremes": "The smallest and largest exponents are right.",
