@@ -105,7 +105,8 @@ class Results(AbstractContextManager["Results"]):
             for part, one in (("direct", damage.direct), ("learnt", damage.learnt)):
                 row |= {part: one.mean, f"{part}_low": one.low, f"{part}_high": one.high}
             rows.append(row | {"pairs": damage.gap.pairs})
-        return pd.DataFrame(rows)
+        parts = [f"{part}{end}" for part in ("direct", "learnt") for end in ("", "_low", "_high")]
+        return pd.DataFrame(rows, columns=["arm", "gap", *parts, "pairs"])
 
     @property
     def windows(self) -> pd.DataFrame:
@@ -127,7 +128,7 @@ class Results(AbstractContextManager["Results"]):
                 {"arm": arm.name, "position": step, "window": steps, **_interval(one, "damage")}
                 for step, steps, one in cells
             ]
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=["arm", "position", "window", "damage", "low", "high", "pairs"])
 
     @property
     def trials(self) -> pd.DataFrame:

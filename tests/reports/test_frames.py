@@ -47,6 +47,26 @@ def test_main_effects_are_the_means_over_the_other_knobs(state):
     assert "rht x sr" in set(effects["knobs"])
 
 
+COLUMNS = {
+    "damage": "arm gap direct direct_low direct_high learnt learnt_low learnt_high pairs",
+    "windows": "arm position window damage low high pairs",
+    "effects": "knobs change effect low high pairs",
+}
+
+
+def test_frames_have_their_columns_with_and_without_rows(state, tmp_path):
+    with ablate.reports.open("tiny", state=state) as results:
+        rows = {name: getattr(results, name) for name in COLUMNS}
+    assert {name: len(frame) for name, frame in rows.items()} == {"damage": 4, "windows": 0, "effects": 3}
+    only = {"recipe": "bf16", "ablate": {"workload.lr": [1e-3]}, "seeds": 1}
+    sweep(tiny(tmp_path, metric={"name": "train/recent_loss"}, **only), tmp_path)
+    with ablate.reports.open("tiny", state=tmp_path) as results:
+        empty = {name: getattr(results, name) for name in COLUMNS}
+    assert {len(frame) for frame in empty.values()} == {0}
+    for name, columns in COLUMNS.items():
+        assert list(rows[name].columns) == list(empty[name].columns) == columns.split(), name
+
+
 def test_trials_have_a_row_for_each_arm_and_seed(state, monkeypatch):
     monkeypatch.setenv("ABLATE_STATE", str(state))
     with ablate.reports.open("tiny") as results:
