@@ -7,9 +7,10 @@ import hashlib
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from ablate import cache
 from ablate.files import write
@@ -27,9 +28,9 @@ class SplitAbout(Spec):
     """The shards of a split."""
 
     tokens: int = Field(ge=1)
-    bytes: int
+    bytes: int = Field(ge=0)
     """Bytes of text."""
-    documents: int
+    documents: int = Field(ge=0)
     shards: tuple[str, ...] = Field(min_length=1, strict=False)
 
 
@@ -50,6 +51,19 @@ class About(Spec):
     """Hash of all tokens."""
     sample: str
     """Hash of windows of the tokens, by which `read` checks in milliseconds that the shards are unchanged."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.separator is not None and not 0 <= self.separator < self.vocab:
+            raise ValueError(f"separator {self.separator} is not one of {self.vocab} tokens")
+        if self.bytes_per_token != mean_bytes(self.tokenizer, self.val.bytes, self.val.tokens):
+            raise ValueError(f"bytes_per_token {self.bytes_per_token} is not that of val")
+        return self
+
+
+def mean_bytes(tokenizer: str, size: int, tokens: int) -> float:
+    """Return the mean bytes of a token of validation text. With `bytes` each is one, the separator too."""
+    return 1.0 if tokenizer == "bytes" else size / tokens
 
 
 def prepare(folder: Path, job: Job) -> About:
@@ -92,8 +106,7 @@ def prepare(folder: Path, job: Job) -> About:
         tokenizer=tokeniser.word,
         vocab=tokeniser.vocab,
         separator=tokeniser.separator,
-        # With `bytes` every token is a byte, the separator too.
-        bytes_per_token=1.0 if tokeniser.word == "bytes" else val.bytes / val.tokens,
+        bytes_per_token=mean_bytes(tokeniser.word, val.bytes, val.tokens),
         train=parts[0],
         val=parts[1],
         fingerprint=digest.hexdigest()[:16],
@@ -115,9 +128,8 @@ def about(folder: Path) -> About:
     except ValidationError as error:
         problem = error.errors()[0]
         field = ".".join(map(str, problem["loc"]))
-        raise ValueError(
-            f"{path}: not as `ablate data prepare` writes it: {field}: {problem['msg']}"
-        ) from None
+        why = ": ".join(filter(None, (field, problem["msg"].removeprefix("Value error, "))))
+        raise ValueError(f"{path}: not as `ablate data prepare` writes it: {why}") from None
 
 
 def read(folder: Path) -> tuple[About, Joined, Joined]:

@@ -1,5 +1,6 @@
 """Corpora and batches: what is read is what was written, splits are fixed, and batches are functions of their arguments alone."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -150,6 +151,47 @@ def test_a_vocabulary_that_was_edited_in_a_prepared_folder_is_refused(tmp_path):
     about.write_text(about.read_text().replace('"vocab": 256', '"vocab": 300'))
     with pytest.raises(ValueError, match=r"are not those that data\.json describes"):
         prepared.read(tmp_path / "books")
+
+
+EDITS = {
+    "format": (2, "1", None),
+    "source": ("text.txt", None),
+    "tokenizer": (7, None),
+    "vocab": (1, 256.5, "256", None),
+    "separator": (-1, 256, "0", 1.5),
+    "bytes_per_token": (0, -1.0, 4.2, float("inf"), "1"),
+    "train.tokens": (0, -5, 2.5, "9", None),
+    "train.bytes": (-1, 2.5, "9", None),
+    "train.documents": (-1, 2.5, "9", None),
+    "train.shards": ([], "train_000000.bin", [7], ["../books/train_000000.bin"], ["/etc/hosts"]),
+    "val.bytes": (-1, 2.5, None),
+    "val.documents": (-1, True),
+    "fingerprint": (7, None),
+    "sample": (7, None),
+}
+"""Values that no field of data.json has in that folder, by the field's path."""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in EDITS.items() for value in values]
+)
+def test_a_field_that_was_edited_in_a_prepared_folder_is_refused_by_its_name(field, value, tmp_path):
+    (tmp_path / "text.txt").write_text("some words\n" * 1000)
+    (tmp_path / "books").mkdir()
+    prepared.prepare(tmp_path / "books", jobs.of_files([str(tmp_path / "text.txt")], None, "text", 0.01))
+    about = tmp_path / "books" / "data.json"
+    content = json.loads(about.read_text())
+    *above, last = field.split(".")
+    holder = content[above[0]] if above else content
+    assert last in holder
+    holder[last] = value
+    about.write_text(json.dumps(content))
+    with pytest.raises((ValueError, OSError)) as refusal:
+        prepared.read(tmp_path / "books")
+    assert str(tmp_path / "books") in str(refusal.value)
+    if field != "train.shards" or not isinstance(value, list):
+        assert last in str(refusal.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_unigram_entropy_of_uniform_tokens_is_log_vocab():
