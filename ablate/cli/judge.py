@@ -20,7 +20,6 @@ from ablate.judging.judged_ledger import add_to_sweep, write_ledger
 from ablate.judging.proposal import gate_runs
 from ablate.judging.run import Found
 from ablate.judging.sources import read
-from ablate.results.comparisons import Comparisons
 from ablate.store.checked_ledger import open_ledger
 from ablate.training.log_readers import READERS
 
@@ -153,15 +152,18 @@ def judge(
         with closing(open_ledger(settings.state, title)) as ledger:
             print_json(judgement_of(ledger, said).document())
         raise typer.Exit(DONE)
+    from ablate.reports.answer import Answer  # pandas
+
     screen = console()
     screen.lines(*map(one_line, said), style="dim")
     with closing(open_ledger(settings.state, title)) as ledger:
-        answer = print_lines(Comparisons(ledger), screen, MOST_LINES, settings.state_option)
-    notes = [check.text for check in answer.checks if check.kind == "note"]
-    for note in notes[:_NOTES]:
-        screen.print(f"Note: {one_line(note)}.", style="dim")
-    if report:
-        screen.lines(f"Report: {make(settings.state, title, answer=answer).index}")
+        answer = Answer(ledger)
+        answer.answer = print_lines(answer, screen, MOST_LINES, settings.state_option)
+        notes = [check.text for check in answer.answer.checks if check.kind == "note"]
+        for note in notes[:_NOTES]:
+            screen.print(f"Note: {one_line(note)}.", style="dim")
+        if report:
+            screen.lines(f"Report: {make(settings.state, title, answer=answer).index}")
 
 
 def _gate(found: Found, asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,6 @@ from ablate.reports.report_files import (
     default_notebooks,
     write_report,
 )
-from ablate.results.headline import Headline
 from ablate.results.summary import summaries
 from ablate.store.checked_ledger import absent, folders, open_checked, open_ledger
 from ablate.store.databases import path_of
@@ -34,6 +33,9 @@ from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.store.verify import verify
+
+if TYPE_CHECKING:
+    from ablate.reports.answer import Answer
 
 
 def report(
@@ -97,7 +99,7 @@ def make(
     mlflow: str | None = None,
     pdf: bool = False,
     out: Path | None = None,
-    answer: Headline | None = None,
+    answer: "Answer | None" = None,
 ) -> Report:
     """Run the notebooks of a sweep and write its report. InputError if there is no such sweep, its records
     are damaged, or no report can be written; NotebookError if a notebook failed.

@@ -62,10 +62,13 @@ class Answer(Measurements):
     """
 
     @classmethod
-    def open(cls, state: str | Path, sweep: str, out: str | Path | None = None) -> Self:
-        """Return the answer of a sweep in a state folder; FileNotFoundError if it has not been run. `out`:
-        folder for the report's files; None: nothing is saved."""
-        return cls(open_ledger(Path(state), sweep), Path(out) if out else None)
+    def open(cls, state: str | Path, sweep: "str | Self", out: str | Path | None = None) -> Self:
+        """Return the answer of a sweep in a state folder; FileNotFoundError if it has not been run. `sweep`:
+        its name, or its answer, which the notebooks of a report share; `out`: folder for the report's files;
+        None: nothing is saved."""
+        answer = cls(open_ledger(Path(state), sweep)) if isinstance(sweep, str) else sweep
+        answer.out = Path(out) if out else None
+        return answer
 
     def show(self, title: str, *parts: Part | Sequence[Part | None] | None, folded: bool = False) -> Section:
         """Return a section of the report, and save its files in `out`.

@@ -26,7 +26,7 @@ from ablate.training.workloads import abilities
 from ablate.version import __version__
 
 if TYPE_CHECKING:
-    from ablate.results.headline import Headline
+    from ablate.reports.answer import Answer
 
 WALKTHROUGH = "numerics_walkthrough"
 """Name of the notebook that shows a recipe at work, without a sweep."""
@@ -65,17 +65,17 @@ class Heading:
     title: str
     about: str = ""
     stamp: str = ""
-    answer: "Headline | None" = None
-    """The answer of the sweep."""
+    answer: "Answer | None" = None
+    """The answer of the sweep, which its notebooks share."""
 
     @classmethod
-    def of(cls, ledger: Ledger, name: str, verified: str, answer: "Headline | None" = None) -> "Heading":
+    def of(cls, ledger: Ledger, name: str, verified: str, answer: "Answer | None" = None) -> "Heading":
         """Return the head of a sweep's report. `verified`: text that says with what its records were
         compared; `answer`: the sweep's, if it was printed already."""
         from ablate.reports.answer import Answer  # pandas
 
         question, line = ledger.facts.question or name, _about(ledger, name, verified)
-        return cls(question, line, stamp(ledger), answer or Answer(ledger).answer)
+        return cls(question, line, stamp(ledger), answer or Answer(ledger))
 
 
 def is_current(state: Path, name: str) -> bool:
@@ -122,7 +122,8 @@ def write_report(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:
         made = Path(making)
-        parameters = {"state": str(state.resolve()), "sweep": name, "out": str((made / "figures").resolve())}
+        parameters = {"state": str(state.resolve()), "sweep": heading.answer or name}
+        parameters["out"] = str((made / "figures").resolve())
         ran = [run(analysis() / f"{word}.ipynb", parameters) for word in notebooks]
         names = ["index.html", *(f"{word}.html" for word in notebooks[1:])]
         for word, file, cells in zip(notebooks, names, ran, strict=True):
@@ -135,7 +136,7 @@ def write_report(
             text = f"# {title}\n\n{line}{markdown(cells)}"
             (made / file).write_text(html, encoding="utf-8")
             (made / file).with_suffix(".md").write_text(text, encoding="utf-8")
-        answer = heading.answer
+        answer = heading.answer and heading.answer.answer
         about: dict[str, Json] = {
             "question": heading.title,
             "lead": answer.lead if answer else "",

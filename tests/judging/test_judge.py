@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from contextlib import closing
+from cProfile import Profile
 from dataclasses import replace
 from pathlib import Path
 
@@ -527,6 +528,15 @@ def test_the_report_says_where_the_runs_are_from(tmp_path):
     place.write_text(place.read_text() + "bf16,9,10,3.0\n")
     assert here("report", "runs", "--no-pdf", "--state", tmp_path).returncode == 0
     assert "changed or went since it was read" in (tmp_path / "reports" / "runs" / "index.md").read_text()
+
+
+def test_a_judgement_and_its_report_compute_the_answer_once(tmp_path):
+    place = rows_of(tmp_path / "runs.csv", table({"bf16": 0, "nvfp4": 0.1}))
+    with Profile() as profile:
+        assert here("judge", place, "--against", "bf16", "--state", tmp_path).returncode == 0
+    once = ("headline_of", "summaries")
+    entries = [entry for entry in profile.getstats() if getattr(entry.code, "co_name", "") in once]
+    assert {(entry.code.co_name, entry.callcount) for entry in entries} == {(name, 1) for name in once}
 
 
 def test_no_bad_value_of_python_is_judged():
