@@ -416,3 +416,18 @@ def replace_layers(
     experts_check.refuse_parts(stacks, wanted)
     if first or not stacks:
         replaced(model, first, partial(linear, **how), block, {*names} - {*first})
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `replace_layers`, also where it ended early: give each layer of a model its own class again, with
+    the same parameters and hooks, and modules of experts their own forward passes."""
+    for names in all_names(model, lambda module: isinstance(module, EmulatedLinear)).values():
+        layer = model.get_submodule(names[0])
+        if isinstance(layer, EmulatedExpert):
+            continue
+        plain = layer.plain()
+        for alias in names:
+            parent, _, child = alias.rpartition(".")
+            setattr(model.get_submodule(parent), child, plain)
+    for name in experts.attached(model):
+        experts.detach(model.get_submodule(name))

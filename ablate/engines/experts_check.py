@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ablate.engines import experts
 from ablate.errors import first_line
 
 _MOST = 0.05
@@ -49,12 +48,10 @@ def refuse_other(module: nn.Module, name: str) -> None:
 
 def refuse_parts(stacks: Mapping[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> None:
     """Raise ValueError if a filter, as in `emulated.convert`, takes a stack of experts and leaves out layers
-    of it, which it cannot do. The stacks, by name, have their layers; before the error, all are detached."""
+    of it, which it cannot do. The stacks, by name, have their layers."""
     for name, module in stacks.items():
         left = [layer.name for layer in module.forward.layers if not wanted(layer.name, layer)]
         if left:
-            for stack in stacks.values():
-                experts.detach(stack)
             more = f" and {len(left) - 1} more" * (len(left) > 1)
             raise ValueError(
                 f"the filter leaves out {left[0]}{more} of a stack that it takes; leave out {name}, or keep"

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ablate.engines import emulated, experts
+from ablate.engines import emulated
 from ablate.engines.autograd import in_backward
 from ablate.engines.blocks import (
     LayerRow,
@@ -402,18 +402,12 @@ class Conversion:
         if self._within:
             raise RuntimeError(f"restore() inside of {self._within}(); leave it first")
         model = self.model if copied is None else copied
-        for names in self.engine.names.values():
-            layer = model.get_submodule(names[0])
-            if isinstance(layer, EmulatedExpert):
-                continue
-            if not isinstance(layer, EmulatedLinear):
-                raise ValueError(f"{names[0]} is a plain layer: this is no copy of the converted model")
-            plain = layer.plain()
-            for alias in names:
-                parent, _, child = alias.rpartition(".")
-                setattr(model.get_submodule(parent), child, plain)
-        for name in self.engine.experts:
-            experts.detach(model.get_submodule(name))
+        layers = dict(model.named_modules(remove_duplicate=False))
+        for name in self.engine.names:
+            if not isinstance(layers.get(name), EmulatedLinear):
+                there = "a plain layer" if name in layers else "missing"
+                raise ValueError(f"{name} is {there}: this is no copy of the converted model")
+        emulated.restore(model)
         if copied is not None:
             return copied
         for hook in self._hooks:
@@ -523,7 +517,8 @@ class Conversion:
 
 def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -> Conversion:
     """Convert a model in place and return its handle, `handle` in messages. ValueError if no layer would be
-    converted, the recipe does not fit the model, or its schedule needs facts of the run that are not given.
+    converted, the recipe does not fit the model, or its schedule needs facts of the run that are not given. A
+    model that is refused stays as it was.
     """
     options.refuse_unknown_length()
     _refuse_converted(model)
@@ -543,15 +538,19 @@ def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -
         return False
 
     block = block_finder(found)
-    engine = emulated.convert(model, options.recipe, Clock(options.seed), block, chosen, options.linears)
-    layers = layer_table(model, block, left_out)
-    if (share := converted_share(layers)) < _LEAST:
-        warnings.warn(
-            f"{share:.1%} of the weights of the model's linear layers are converted."
-            f" The largest left out: {left(layers)}",
-            stacklevel=3,
-        )
-    return Conversion(model, engine, options.run, options.measure_every, layers, handle)
+    try:
+        engine = emulated.convert(model, options.recipe, Clock(options.seed), block, chosen, options.linears)
+        layers = layer_table(model, block, left_out)
+        if (share := converted_share(layers)) < _LEAST:
+            warnings.warn(
+                f"{share:.1%} of the weights of the model's linear layers are converted."
+                f" The largest left out: {left(layers)}",
+                stacklevel=3,
+            )
+        return Conversion(model, engine, options.run, options.measure_every, layers, handle)
+    except BaseException:  # the next call would find a model that is converted, and nobody with its handle
+        emulated.restore(model)
+        raise
 
 
 def _refuse_converted(model: nn.Module) -> None:

@@ -370,6 +370,17 @@ def test_a_filter_that_leaves_out_layers_of_a_stack_is_refused_and_leaves_the_mo
     }
 
 
+def test_a_stack_that_is_refused_leaves_the_others_as_they_were():
+    model = of_two_blocks()
+    before = str(model)
+    model.blocks[1].experts.forward = None
+    with pytest.raises(ValueError, match=r"^blocks\.1\.experts: its forward was replaced"):
+        ablate.convert(model, "nvfp4")
+    del model.blocks[1].experts.forward
+    assert str(model) == before
+    assert ablate.convert(model, "nvfp4").layers
+
+
 def test_print_lists_the_layers_that_a_recipe_keeps_in_high_precision():
     rules = [{"match": {"name": "blocks.1.experts.2.down"}}, {"match": {"name": "blocks.0.*.down"}}]
     run = ablate.convert(of_two_blocks(), "nvfp4", set={"recipe.layers.rules": rules})

@@ -291,6 +291,23 @@ def test_restored_layers_are_plain_and_have_the_same_parameters_and_hooks():
     trained(model, ablate.convert(model, "nvfp4"))  # and it can be converted again
 
 
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"recipe.layers.rules": [{"match": {"name": "zzz*"}}]}, "selects no layer"),
+        ({"recipe.experts.gate_up": "split"}, "no experts to quantise"),
+    ],
+)
+def test_a_refused_model_stays_as_it_was_and_can_be_converted(knobs, why):
+    model = net()
+    before, parameters = str(model), dict(model.named_parameters())
+    with pytest.raises(ValueError, match=why):
+        ablate.convert(model, "nvfp4", set=knobs)
+    assert str(model) == before
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    trained(model, ablate.convert(model, "nvfp4"), last=1)
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
 def test_state_saved_at_half_continues_bit_for_bit(recipe, tmp_path):
     whole = net()
@@ -462,6 +479,8 @@ def test_a_copy_is_restored_alone():
     trained(model, run, last=1)
     with pytest.raises(ValueError, match=r"trunk\.0\.up is a plain layer: this is no copy"):
         run.restore(net())
+    with pytest.raises(ValueError, match=r"trunk\.0\.up is missing: this is no copy"):
+        run.restore(model.trunk)
 
 
 def test_a_pickled_model_or_handle_is_refused_with_the_way_out(tmp_path):
