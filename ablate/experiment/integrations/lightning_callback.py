@@ -66,10 +66,16 @@ class LightningCallback(Callback):
         self.run: Conversion | None = None
         self._position: Position | None = None
         self._saved: ConversionState | None = None
+        self._kept: ConversionState | dict[str, object] = {}
+        """State at the beginning of a step of several batches, or at the end of a fit with `restore`."""
         self._first = 0
         self._alarmed: frozenset[str] = frozenset()
 
     # --- events of the Trainer ------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the state of a checkpoint that was only evaluated; that of a fit is loaded after this."""
+        self._saved = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Convert the model, and load the state of the recipe if the fit continues from a checkpoint."""
@@ -94,7 +100,8 @@ class LightningCallback(Callback):
     ) -> None:
         """Begin a step before the first batch of an accumulation."""
         if self._position and not self._position.in_step:
-            self._first = trainer.global_step
+            self._trainer, self._first = trainer, trainer.global_step
+            self._kept = self.state_dict() if trainer.accumulate_grad_batches > 1 else {}
             self._position.begin_step()
 
     def on_train_batch_end(
@@ -118,6 +125,7 @@ class LightningCallback(Callback):
         if self._position:
             self._position.abandon()
         if self.run and self.restore:
+            self._kept = self.state_dict()
             self.run.restore()
             self.run = self._position = None
 
@@ -142,9 +150,14 @@ class LightningCallback(Callback):
     # --- checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> ConversionState | dict[str, object]:
-        """Return the state of the recipe; Lightning saves it with a checkpoint."""
+        """Return the state of the recipe; Lightning saves it with a checkpoint. Between two batches of a step
+        it is that of the step's beginning: no checkpoint has their gradients."""
         if not (self.run and self._position):
-            return {}
+            return self._kept
+        if self._position.in_step and self._trainer.global_step != self._first:
+            self._position.end_step()  # a callback that comes before this one saves
+        elif self._position.in_step and self._kept:
+            return self._kept
         evaluating = self._position.in_evaluation  # ModelCheckpoint may save when a validation ends
         self._position.end_evaluation()
         state = self.run.state_dict()

@@ -507,6 +507,51 @@ def test_lightning_logs_metrics_and_restores_the_model(tmp_path):
         ablate.integrations.LightningCallback({"from": "nvfp4", "weights": {"q_ema": {"start": 1}}})
 
 
+class Saved(dict[str, int]):
+    """Steps of the recipe's state in checkpoints, by the moment at which they were saved."""
+
+    def save(self, moment: str, trainer, path: Path) -> None:
+        trainer.save_checkpoint(path)
+        (state,) = torch.load(path, weights_only=True)["callbacks"].values()
+        self[moment] = state["steps_done"]
+
+
+def test_lightning_saves_the_steps_done_at_any_moment(tmp_path):
+    _, module = lightning_module()
+    from lightning.pytorch import Callback, Trainer
+
+    saved, path = Saved(), tmp_path / "saved.ckpt"
+
+    class First(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            saved.save(f"batch {batch_idx}", trainer, path)
+
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                saved.save("validation", trainer, path)
+
+    batches = torch.utils.data.DataLoader(lightning_rows(), 2)
+
+    def trainer(*callbacks, **arguments):
+        return Trainer(
+            **{"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1},
+            **{"enable_checkpointing": False, "enable_model_summary": False, "default_root_dir": tmp_path},
+            **arguments,
+            callbacks=[*callbacks],
+        )
+
+    callback = ablate.integrations.LightningCallback("nvfp4", restore=True)
+    whole = trainer(First(), callback, accumulate_grad_batches=2, val_check_interval=3)
+    whole.fit(module, batches, batches)
+    saved.save("after", whole, path)
+    assert saved == {"batch 0": 0, "batch 1": 1, "batch 2": 1, "validation": 1, "batch 3": 2, "after": 2}
+    callback = ablate.integrations.LightningCallback("nvfp4")
+    anew = trainer(callback)
+    anew.validate(module, batches, ckpt_path=path, verbose=False)
+    anew.fit(module, batches)  # from the weights alone
+    assert callback.run.steps_done == anew.global_step == 4
+
+
 # --- accelerate -------------------------------------------------------------------------------------
 
 
