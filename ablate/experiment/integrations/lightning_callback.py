@@ -12,6 +12,7 @@ the backward pass and the update, so recipes that have such rules are refused.
 """
 
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
@@ -94,6 +95,15 @@ class LightningCallback(Callback):
             self.run.load_state_dict(self._saved)
             self._saved = None
         self._position = Position(self.run)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin the recipe at the step of a training that continues without a state of it."""
+        if self.run and trainer.global_step and not self.run.steps_done:
+            warnings.warn(
+                f"step {trainer.global_step} continues without a state of a recipe: it begins at that step",
+                stacklevel=2,
+            )
+            self.run.steps_done = trainer.global_step
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int

@@ -550,6 +550,10 @@ def test_lightning_saves_the_steps_done_at_any_moment(tmp_path):
     anew.validate(module, batches, ckpt_path=path, verbose=False)
     anew.fit(module, batches)  # from the weights alone
     assert callback.run.steps_done == anew.global_step == 4
+    anew.fit_loop.max_epochs = 2
+    with pytest.warns(UserWarning, match="step 4 continues without a state of a recipe"):
+        anew.fit(module, batches)
+    assert callback.run.steps_done == anew.global_step == 8
 
 
 # --- accelerate -------------------------------------------------------------------------------------
