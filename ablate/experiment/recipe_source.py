@@ -8,6 +8,7 @@ another recipe, which `from` names:
     layers: {skip_last: 2}
 """
 
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from difflib import get_close_matches
@@ -75,7 +76,7 @@ def load(source: RecipeSource) -> Recipe:
         return PRESETS[source]()
     path = Path(source)
     if path.suffix in RECIPE_FILES:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ValueError(f"{path}: no such recipe file")
         content = read(path).value
         if _EXPERIMENT & content.keys():

@@ -108,7 +108,7 @@ class Levels(Format):
         """Return True for each grid value whose code, its place in `values`, is even."""
         import torch
 
-        return torch.searchsorted(self._levels(magnitude), magnitude) % 2 == 0
+        return torch.searchsorted(self._levels(magnitude), magnitude.contiguous()) % 2 == 0
 
     def _levels(self, like: Tensor) -> Tensor:
         import torch

@@ -322,6 +322,14 @@ def test_a_name_that_no_file_system_has_room_for_is_told_in_one_sentence(words, 
     assert len(sentence) < 450, sentence
 
 
+@pytest.mark.parametrize(
+    "shape", [{"model": "m" * 300}, {"data": {"text": "t", "tokenizer": "m" * 300}}], ids=str
+)
+def test_a_name_that_no_file_can_have_is_told_at_its_place(shape, tmp_path):
+    path = write(tmp_path, shape=shape)
+    assert all(line.startswith(f"{path}:1:") for line in refused("plan", path))
+
+
 @pytest.mark.parametrize("under", ["file", "file/below"])
 def test_a_state_folder_that_cannot_be_written_is_told(under, tmp_path):
     (tmp_path / "file").touch()

@@ -101,6 +101,7 @@ def test_knobs_are_turned_before_it_is_shown():
     [
         ("nvfp5", [], "nvfp5: no such preset; 'nvfp4'"),
         ("nothing.yaml", [], "nothing.yaml: no such recipe file"),
+        (f"{'n' * 300}.yaml", [], f"{'n' * 300}.yaml: no such recipe file"),
         ("nvfp4", ["rht"], "--set rht: write knob=value"),
         ("nvfp4", ["rth=true"], "--set rth: no such knob; 'rht'"),
         ("nvfp4", ["rht=flase"], "--set rht: input should be a valid boolean"),

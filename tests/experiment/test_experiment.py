@@ -1359,6 +1359,7 @@ ELSEWHERE = {
     ),
     "off as 0": ({"weight_noise": [0.0]}, "it takes sigma, or null"),
     "a recipe file that is not there": ({"recipe": ["mine.yaml"]}, "mine.yaml: no such recipe file"),
+    "a name that no file can have": ({"recipe": [f"{'m' * 300}.yaml"]}, "mm.yaml: no such recipe file"),
     "a recipe's fields": ({"recipe": [{"from": "mxfp4"}]}, "write its fields to mine.yaml"),
 }
 WITHIN = {

@@ -14,10 +14,12 @@ from pydantic import ValidationError
 from support.cases import every
 
 from ablate.errors import InputError
+from ablate.numerics.formats import ELEMENTS, element_format
 from ablate.numerics.kernels import forms, general
 from ablate.numerics.own import KINDS, Own
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
+from ablate.numerics.rounding import nearest
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select
 from ablate.numerics.stored import refuse
 from ablate.recipes import PRESETS, Recipe
@@ -249,6 +251,11 @@ def test_what_is_not_finite_or_empty_passes():
     for own in KIND.values():
         quantize(x, own, clock=Clock(0))
         assert quantize(x[:0], own, clock=Clock(0)).values.shape[0] == 0
+
+
+def test_a_grid_rounds_a_transposed_matrix_without_a_warning():
+    grid = element_format(quant("element", "E2M1").element)
+    assert torch.equal(nearest(values().t(), grid).t(), nearest(values(), ELEMENTS["e2m1"]))
 
 
 @pytest.fixture

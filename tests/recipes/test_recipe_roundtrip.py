@@ -311,6 +311,12 @@ SIX_REFUSED = {
 }
 
 
+@pytest.mark.parametrize("text", ["", "[" * 100_000], ids=["empty", "deep"])
+def test_a_text_that_is_no_json_is_no_file_of_fouroversix(text):
+    with pytest.raises(ValueError, match="it is no JSON"):
+        fouroversix.read(text)
+
+
 @every(case=SIX_REFUSED)
 def test_fields_of_fouroversix_without_a_counterpart_are_named(case):
     data = json.loads(TARGETS["fouroversix"].write(PRESETS["nvfp4"](), Model("it")))

@@ -78,6 +78,10 @@ SCRIPTS = {
         ":2: --runtime-env-json={",
     ),
     "ray and no JSON": (f"ray job submit --runtime-env-json='{{' -- {JOB}", ":2: --runtime-env-json={"),
+    "ray and JSON without an end": (
+        f"ray job submit --runtime-env-json='{'[' * 100_000}' -- {JOB}",
+        ":2: --runtime-env-json=[",
+    ),
     "launch": (
         'PRECISION=${PRECISION:-bf16}\ncase "$PRECISION" in\n  bf16) FLAGS=(--bf16) ;;\n'
         "  fp4) FLAGS=(--bf16 --fp4-format e2m1 --fp4-recipe nvfp4) ;;\nesac\n"

@@ -137,7 +137,7 @@ def read(text: str) -> Recipe:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError("it is no JSON object")

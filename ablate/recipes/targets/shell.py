@@ -383,7 +383,7 @@ class Script:
             variables: dict[str, str] = data.pop("env_vars", {})
             if not all(isinstance(value, str) for value in variables.values()) or PRECISION.search(str(data)):
                 raise ValueError
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             self._refuse(f"{word}: the script does not say this JSON", line)
         return variables
 

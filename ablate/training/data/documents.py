@@ -105,7 +105,7 @@ def _lines(path: Path, column: str) -> Iterator[Piece]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from None
             row = row if isinstance(row, dict) else {}
             yield document(row.get(column), f"{path}:{number}", column, row)

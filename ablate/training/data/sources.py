@@ -3,6 +3,7 @@
 Their paths are made absolute (`located`), and left out of a trial's identity (`without_places`).
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -143,7 +144,7 @@ def located(value: T, folder: Path) -> T:
         elif isinstance(part, str) and name in (*paths, *names):
             beside = _absolute(part, folder)
             # The libraries take a folder in the working directory for the name: name the one beside the file.
-            named = name in names and not (Path(beside).exists() or Path(part).exists())
+            named = name in names and not (os.path.exists(beside) or os.path.exists(part))
             changed[name] = part if named else beside
         elif isinstance(part, tuple) and name in paths:
             changed[name] = tuple(_absolute(path, folder) for path in part)

@@ -4,6 +4,7 @@ One is named by a word: `bytes`; `bpe:N`, trained on the text itself to N tokens
 `tokenizer.json`, or of a folder with one; or a model on the hub.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ class Tokeniser(NamedTuple):
     separator: int | None
     """Id that begins each document; None: there is none."""
     encode: Callable[[Sequence[Piece]], list[np.ndarray]]
-    """Returns a flat array of ids for each piece. ValueError, with the position, if a piece is not UTF-8."""
+    """Returns a flat array of ids for each piece. ValueError, with the position, if a piece is not UTF-8; or
+    if it has a character that the vocabulary lacks, and there is no token for unknown ones."""
     decode: Callable[[np.ndarray], str]
     json: str
     """Content of the `tokenizer.json` of the same tokeniser."""
@@ -61,7 +63,7 @@ def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
                 f"bpe:N takes N tokens, from {_SMALLEST} (all bytes and a separator) to {_LARGEST}"
             )
         return "bpe"
-    if word.endswith(".json") or word.startswith((".", "/", "~")) or Path(word).exists():
+    if word.endswith(".json") or word.startswith((".", "/", "~")) or os.path.exists(word):
         return "file"
     if not _HUB_NAME.fullmatch(word):
         raise ValueError(
@@ -120,11 +122,16 @@ def _wrapped(library: "Tokenizer", word: str) -> Tokeniser:
     library.no_truncation()  # a published tokeniser may truncate and pad, as for single sentences
     library.no_padding()
     ids = library.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise ValueError(f"tokenizer {word}: it has no tokens")
     separator = next((ids[name] for name in _SEPARATORS if name in ids), None)
 
     def encode(pieces: Sequence[Piece]) -> list[np.ndarray]:
         texts = [_text(piece) for piece in pieces]
-        encodings = library.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library's only class
+            raise ValueError(f"tokenizer {word}: it cannot encode the text: {first_line(error)}") from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     return Tokeniser(
@@ -149,7 +156,7 @@ def _text(piece: Piece) -> str:
 
 
 def _bytes() -> Tokeniser:
-    """Return the tokeniser whose ids are the bytes; the separator is 0, which no text contains."""
+    """Return the tokeniser whose ids are the bytes; the separator is 0, a byte of binary files alone."""
     # The library maps each byte to a letter: printable ones to themselves, the others in order from U+0100.
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printed]

@@ -423,6 +423,7 @@ def test_parquet_and_json_lines_hold_the_same_documents(tmp_path):
             r"t\.jsonl:2: no text in column 'text'; its columns: body",
         ),
         ("t.jsonl", b'{"text": "a"}\n{"te', {}, r"t\.jsonl:2: not JSON"),
+        ("t.jsonl", b"[" * 100_000, {}, r"t\.jsonl:1: not JSON"),
         ("t.parquet", b"PAR1", {}, r"t\.parquet: not a Parquet file that can be read"),
     ],
 )
@@ -430,6 +431,18 @@ def test_bad_text_is_told_with_its_place(tmp_path, name, content, how, told):
     (tmp_path / name).write_bytes(content)
     with pytest.raises((OSError, ValueError), match=told):
         made(tmp_path / "out", tmp_path / name, **how)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "told"),
+    [({}, "tokenizer .*: it has no tokens"), ({"b": 0}, "tokenizer .*: it cannot encode the text: .*UNK")],
+)
+def test_a_vocabulary_that_lacks_the_text_is_told(tmp_path, vocab, told):
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    (tmp_path / "t.json").write_text(json.dumps({"model": model}))
+    (tmp_path / "t.txt").write_text("a b")
+    with pytest.raises(ValueError, match=told):
+        made(tmp_path / "out", tmp_path / "t.txt", tokenizer=str(tmp_path / "t.json"))
 
 
 def test_a_file_that_is_no_tokenizer_is_told(tmp_path):
