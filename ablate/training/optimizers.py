@@ -57,7 +57,8 @@ def _adamw(parameters: Iterable[nn.Parameter], config: Training) -> torch.optim.
 
 
 def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """Return Muon on the matrices inside numbered blocks, and AdamW on the rest (embeddings, head, norms).
+    """Return Muon on the matrices inside numbered blocks, and AdamW on the rest (embeddings, head, norms, and
+    experts whose matrices one tensor holds).
 
     The split is that of Muon's author. The update has AdamW's root mean square (`match_rms_adamw`, arXiv
     2502.16982), so one learning rate serves both. Biases and norms inside blocks have AdamW too.
