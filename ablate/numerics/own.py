@@ -164,7 +164,10 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
     base = os.path.abspath((folder or Path()) / user_path(place)).rstrip("/")
     if found["digest"]:
         beside = folder is not None and (place or what.endswith(".py"))
-        return Own(f"{base}/{text.removeprefix(place)}" if beside else text)
+        own = Own(f"{base}/{text.removeprefix(place)}" if beside else text)
+        if field == ELEMENT and not own.values:
+            raise ValueError(f"{own} has a digest without the grid's values; leave out # and what follows")
+        return own
     code = _code(f"{base}/", what, function)
     if not code.package:
         place = f"{base}/"
@@ -284,7 +287,7 @@ def _values(code: Code) -> str:
         raise ValueError(f"{code.path}:{line}: {code.function} {why}")
     if not numbers or not all(type(value) in (int, float) for value in numbers):
         raise ValueError(f"{where} must be a tuple of numbers that are written out, such as (0, 0.5, 1, 2)")
-    values = [_fp32(value) for value in numbers if abs(value) < _HUGE]
+    values = [_fp32(value) + 0.0 for value in numbers if abs(value) < _HUGE]  # -0 is written as 0
     rising = all(low < high for low, high in pairwise(values))
     if len(values) < len(numbers) or values[0] != 0 or not rising or not 2 <= len(values) <= _MOST_VALUES:
         raise ValueError(

@@ -192,12 +192,12 @@ def recipe_refusals(recipe: Recipe, weights: bool = True) -> Iterator[str]:
 def variants(recipe: Recipe) -> Iterator[Products]:
     """Return all products that may be in force in some layer at some step, each once.
 
-    Phases may overlap in any combination, and a later phase overrides an earlier one; so each phase doubles
-    the list.
+    Phases may overlap in any combination, and a later phase overrides an earlier one.
     """
     states = [recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]
     for phase in recipe.schedule:
         states += [products.replaced(phase.slots, phase.use or Products()) for products in states]
+        states = [*dict.fromkeys(states)]  # else each phase doubles the list
     return iter(dict.fromkeys(states))
 
 

@@ -1,11 +1,13 @@
 """Tests of the mapping to Transformer Engine as data: the class of its recipes that a preset is, or the field in the way."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select
 from ablate.recipes import KNOBS, PRESETS
 from ablate.recipes.reasons import grouped
-from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Phase, Products, Wgrad
+from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Phase, Products, Wgrad
 from ablate.recipes.te_mapping import (
     TENSORS,
     Builtin,
@@ -287,3 +289,19 @@ def test_what_a_schedule_turns_to_counts():
     later = recipe.model_copy(update={"schedule": (Phase(start="step:9", use=PRESETS["mxfp4"]().products),)})
     assert next(recipe_refusals(later)).startswith("fprop.x.block 1x32")
     assert families(variants(PRESETS["healing"]())) == {"nvfp4", "fp8"}
+
+
+def test_products_of_many_phases_are_found_without_all_combinations():
+    calls = []
+
+    class Counted(Products):
+        def replaced(self, slots, other):
+            calls.append(slots)
+            assert len(calls) < 1000
+            return Counted(**dict(super().replaced(slots, other)))
+
+    own, off = Counted(**dict(PRESETS["nvfp4"]().products)), Products()
+    phases = [Phase(start=f"step:{n}", slots=("forward", "backward")[n % 2]) for n in range(1, 41)]
+    recipe = SimpleNamespace(products=own, layers=Layers(), schedule=phases)
+    plain = own.replaced("forward", off), own.replaced("backward", off), own.replaced("all", off)
+    assert {*variants(recipe)} == {own, *plain}

@@ -183,6 +183,7 @@ WORDS = {
     "a grid that is computed": ("element", "COMPUTED", "written out"),
     "a grid that grows": ("element", "GROWN", "functions.py:13: GROWN is bound or used again"),
     "a list that is changed": ("element", "APPENDED", "functions.py:15: APPENDED is bound or used again"),
+    "a digest without values": ("element", "E2M1#0123456789abcdef", "leave out # and what follows"),
     "a word for a quantiser": ("own", "a:1", "names no function"),
 }
 
@@ -191,6 +192,12 @@ WORDS = {
 def test_a_wrong_word_is_refused_in_one_sentence(case):
     field, value, why = WORDS[case]
     assert why in refusal(field, value)
+
+
+def test_a_grid_may_begin_at_minus_zero(tmp_path):
+    (tmp_path / "grids.py").write_text("FROM_MINUS_ZERO = (-0.0, 0.5, 1, 1.5, 2, 3, 4, 6)\n")
+    own = Quant(element=f"{tmp_path}/grids.py:FROM_MINUS_ZERO")
+    assert torch.equal(quantize(values(), own).dequantize(), quantize(values(), Quant()).dequantize())
 
 
 CONTRADICTIONS = {
