@@ -80,7 +80,8 @@ def sequence_factor(t: float, pairs: int) -> float:
     more. Its inverse is a p-value that is valid at every look."""
     k = 1 + pairs * _SCALE**2
     x = t * t / (pairs - 1)
-    return math.exp(pairs / 2 * (math.log1p(x) - math.log1p(x / k)) - math.log(k) / 2)
+    logarithm = pairs / 2 * (math.log1p(x) - math.log1p(x / k)) - math.log(k) / 2
+    return math.exp(min(700.0, logarithm))  # more has no float
 
 
 HALF_WIDTHS = {"t": _t, "split": _t, "sequence": _sequence}

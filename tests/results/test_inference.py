@@ -37,6 +37,13 @@ def test_p_is_below_5_percent_exactly_where_the_interval_excludes_zero(kind, cou
         assert (p_value(found) < 0.05) == (found.low > 0 or found.high < 0)
 
 
+@pytest.mark.parametrize("kind", ["t", "split:4", "sequence"])
+def test_an_effect_of_many_deviations_on_many_seeds_has_a_p_near_zero(kind):
+    """Its Bayes factor, and the odds of its t, are beyond the largest float."""
+    found = paired_difference(*map(by_seed, pairs(400, 0, effect=100.0)), Interval.parse(kind))
+    assert 0 <= p_value(found) < 1e-300
+
+
 def test_one_pair_and_the_same_numbers_have_no_p():
     assert math.isnan(p_value(paired_difference({0: 1.0}, {0: 2.0})))
     assert math.isnan(p_value(paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})))
