@@ -51,8 +51,8 @@ FEWEST_RERUNS = 16
 """Least number of reruns that measure a noise floor."""
 _STALE = 0.01
 """Level of the F test of the baseline's own spread against the floor."""
-_LARGEST = 1e100
-"""Magnitude from which a value counts as diverged: its square would soon have no float."""
+_LARGEST = 1e75
+"""Magnitude from which a value counts as diverged: its fourth power would soon have no float."""
 _TYPICAL = 0.5
 """Chance of a candidate as noisy as its baseline to be judged by its own variance."""
 

@@ -157,11 +157,17 @@ def test_a_first_call_without_runs_asks_for_the_first_look():
     assert (got.word, got.runs_candidate, got.runs_baseline, got.evidence) == ("run again", 2, 2, None)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e200])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e200, 1e90])
 def test_a_diverged_candidate_is_discarded_and_spends_nothing(bad):
     source = random.Random(4)
     got = decide(floor(source), runs(source, 2), [bad, *runs(source, 3, 50)])
     assert (got.word, got.reason, got.diverged, got.alpha) == ("discard", "diverged", 1, 0)
+
+
+def test_the_largest_value_that_did_not_diverge_has_a_spread():
+    source = random.Random(4)
+    got = decide(floor(source), runs(source, 4), [9.9e74, *runs(source, 3)])
+    assert (got.diverged, got.evidence.own) == (0, True)
 
 
 def test_a_candidate_that_spreads_is_judged_by_its_own_spread():
