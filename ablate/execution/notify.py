@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 
 from ablate.errors import InputError, as_input_error, passwords, redact
 from ablate.files import Json
@@ -62,7 +63,8 @@ class Hook:
     def _send(self, message: bytes) -> None:
         try:
             why = self._post(message) if self._url else self._call(message)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:  # no network, host, answer in time
+        # no network, no host, no answer in time, no HTTP
+        except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
             why = f"{type(error).__name__}: {error}"
         if why:
             self._troubles.append(f"notify: {redact(why.splitlines()[0], self._address)}")

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import IO, TypeVar
 
 import psutil
@@ -137,7 +138,7 @@ class MlflowServer:
                 return answer.status == 200 and self._port in ports
         except urllib.error.HTTPError as error:
             error.close()
-        except (OSError, psutil.Error):
+        except (OSError, HTTPException, psutil.Error):
             pass
         return False
 

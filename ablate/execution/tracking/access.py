@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -125,22 +126,22 @@ def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
 
 def _answer(uri: str) -> int | None:
     """Return the HTTP status of a call that needs no more than a login; None if there is no answer."""
-    parts = urlsplit(uri)
-    address = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
-    request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/search?max_results=1")
-    user, password = os.environ.get(_USER), os.environ.get(_PASSWORD)
-    if not (user and password) and parts.password:
-        user, password = unquote(parts.username or ""), unquote(parts.password)
-    if user and password:
-        token = base64.b64encode(f"{user}:{password}".encode()).decode()
-        request.add_unredirected_header("Authorization", f"Basic {token}")
     try:
+        parts = urlsplit(uri)
+        address = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
+        request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/search?max_results=1")
+        user, password = os.environ.get(_USER), os.environ.get(_PASSWORD)
+        if not (user and password) and parts.password:
+            user, password = unquote(parts.username or ""), unquote(parts.password)
+        if user and password:
+            token = base64.b64encode(f"{user}:{password}".encode()).decode()
+            request.add_unredirected_header("Authorization", f"Basic {token}")
         with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:
             return error.code
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # no server, no address, or another kind of server
         return None
 
 
