@@ -1,7 +1,7 @@
 """Verdicts on runs that were not started here, for Python and as JSON: `ablate.judge`."""
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from numbers import Real
@@ -16,6 +16,7 @@ from ablate.judging.columns import USUAL, Columns, metric_name
 from ablate.judging.judged_ledger import write_ledger
 from ablate.judging.run import ForeignRun, Found
 from ablate.judging.sources import each_once, read
+from ablate.judging.table_files import plain_cells, require_distinct
 from ablate.judging.tables import Table, runs_of
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
@@ -125,7 +126,7 @@ def judge(
         raise InputError(f"direction {direction!r}: is minimize or maximize")
     found = _given(runs, metric, named_columns(columns or {}, metric, without))
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
-    question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without), at=at)
+    question = Question(str(against), named, min_effect, direction, tuple(ignore), tuple(without), at=at)
     with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
         more = write_ledger(Path(folder), "runs", found, question, files=False)
         with closing(Ledger(Path(folder) / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:
@@ -142,8 +143,13 @@ def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
     if isinstance(runs, Sequence):
         return read([str(place) for place in runs], columns)
     said: list[str] = []
-    named = runs.astype(object).where(runs.notna(), None).rename(columns=str)  # as pandas writes it to a file
-    table = Table("the table", named.to_dict("list"), range(1, len(named) + 1))
+    paths = [name if isinstance(name, tuple) else (name,) for name in runs.columns]
+    names = ["/".join(filter(None, map(str, path))) for path in paths]
+    require_distinct(names, "the table")
+    named = runs.astype(object).where(runs.notna(), None).to_numpy().T  # as pandas writes it to a file
+    table = Table(
+        "the table", dict(zip(names, map(plain_cells, named), strict=True)), range(1, len(runs) + 1)
+    )
     found = each_once(runs_of(table, columns, said), said)
     return Found(found, said, ["a table given in Python"])
 
@@ -175,14 +181,14 @@ def _final_values(
 ) -> Iterator[ForeignRun]:
     """Yield runs of which only the final values are known."""
     seeded = isinstance(values, Mapping)
-    if isinstance(values, str) or not values:
+    if isinstance(values, str) or not isinstance(values, Sized) or not len(values):  # also numpy's
         raise InputError(f"{arm}: give values by seed, or a list of values of runs")
     for number, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         whole = isinstance(number, Real) and number % 1 == 0  # neither NaN nor infinite
-        if not whole or not isinstance(value, int | float):
+        if not whole or not isinstance(value, Real):
             raise InputError(f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number")
         try:
-            final = cells.number(+value)  # + makes a number of True
+            final = cells.number(+value if isinstance(value, int) else float(value))  # +: a number of True
         except ValueError as error:
             raise InputError(f"{arm}: {number}: {error}") from None
-        yield ForeignRun(f"{arm} {number}", arm, int(number) if seeded else None, {metric: {0: final}})
+        yield ForeignRun(f"{arm} {number}", f"{arm}", int(number) if seeded else None, {metric: {0: final}})

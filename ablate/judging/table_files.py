@@ -11,7 +11,7 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,17 +107,18 @@ def read_csv(path: Path) -> Table:
         csv.field_size_limit(before)
     if names is None:
         raise InputError(f"{path}: there is no header")
-    _require_distinct(names, path)
+    require_distinct(names, path)
     cells = zip(*rows.values(), strict=True) if rows else [()] * len(names)
     columns: dict[str, Sequence[Json]] = dict(zip(names, cells, strict=True))
     columns.pop("", None)  # the index that pandas writes
     return Table(str(path), columns, [*rows])
 
 
-def _require_distinct(names: Sequence[str], path: Path) -> None:
+def require_distinct(names: Sequence[str], where: object) -> None:
+    """Raise InputError if two columns have one name."""
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"{path}: two columns are named {brief(twice)!r}")
+        raise InputError(f"{where}: two columns are named {brief(twice)!r}")
 
 
 def read_json_lines(path: Path, said: list[str]) -> Table:
@@ -236,7 +237,7 @@ def read_parquet(path: Path, said: object) -> Table:
         table = file.read()
         table.validate(full=True)
         names = [name.strip() for name in table.column_names]
-        _require_distinct(names, path)
+        require_distinct(names, path)
         columns = dict(zip(names, map(_cells, table.columns), strict=True))
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError) as error:
         why = brief(first_line(error))
@@ -246,7 +247,6 @@ def read_parquet(path: Path, said: object) -> Table:
 
 
 def _cells(column: "pyarrow.ChunkedArray") -> list[Json]:
-    """Return a column as JSON has it; anything else, such as a time, as text."""
     import pyarrow as pa
 
     values: list[object] = []
@@ -256,5 +256,10 @@ def _cells(column: "pyarrow.ChunkedArray") -> list[Json]:
             values += [None if index is None else texts[index] for index in chunk.indices.to_pylist()]
         else:
             values += chunk.to_pylist()
+    return plain_cells(values)
+
+
+def plain_cells(values: Iterable[object]) -> list[Json]:
+    """Return the values of a column as JSON has them; anything else, such as a time, as text."""
     plain = bool | int | float | str
     return [value if value is None or isinstance(value, plain) else str(value) for value in values]

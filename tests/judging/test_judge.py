@@ -8,9 +8,11 @@ import shutil
 from contextlib import closing
 from cProfile import Profile
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from support import foreign_files, made_up
@@ -736,7 +738,6 @@ def test_equal_final_values_without_seeds_are_runs_of_their_own(tmp_path):
 
 
 def test_frames_are_read_as_their_files_are(tmp_path):
-    pd = pytest.importorskip("pandas")
     rows = table({"bf16": 0, "nvfp4": 0.1}, steps=(10, 20, 30))
     data = pd.DataFrame(
         [row | {"val/loss": row["val/loss"] if row["step"] % 20 else math.nan} for row in rows]
@@ -746,6 +747,50 @@ def test_frames_are_read_as_their_files_are(tmp_path):
     twice = pd.concat([data.assign(run="x"), data.assign(run="y", **{"val/loss": data["val/loss"] + 1})])
     with pytest.raises(InputError, match="are both seed 0 of bf16"):
         judge(twice, "bf16")
+
+
+KINDS = {
+    "times": lambda data: data.assign(when=pd.Timestamp("2026-01-01", tz="UTC")),
+    "categories": lambda data: data.assign(recipe=data["recipe"].astype("category")),
+    "decimals": lambda data: data.assign(**{"val/loss": data["val/loss"].map(str).map(Decimal)}),
+    "numpy's scalars": lambda data: data.astype(object).map(
+        lambda one: np.float64(one) if isinstance(one, float) else one
+    ),
+    "levels of columns": lambda data: data.set_axis(
+        pd.MultiIndex.from_tuples([(*name.split("/"), "")[:2] for name in data]), axis=1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_is_judged_whatever_its_columns_hold(kind):
+    data = pd.DataFrame(table({"bf16": 0, "nvfp4": 0.1}))
+    assert judge(KINDS[kind](data), "bf16").arms == judge(data, "bf16").arms
+
+
+@pytest.mark.parametrize("names", [("val/loss", "val/loss"), (1, "1")])
+def test_a_frame_with_two_columns_of_one_name_is_refused(names):
+    data = pd.DataFrame(table({"bf16": 0, "nvfp4": 0.1}))
+    data = pd.concat([data.drop(columns="val/loss"), *[data["val/loss"]] * 2], axis=1)
+    data.columns = [*data.columns[:-2], *names]
+    with pytest.raises(InputError, match="the table: two columns are named"):
+        judge(data, "bf16")
+
+
+def test_arms_may_be_numbers():
+    values = {4: [3.1, 3.3, 3.2], 8: [3.0, 3.1, 3.3]}
+    rows = [{"arm": arm, "seed": seed, "loss": one} for arm in values for seed, one in enumerate(values[arm])]
+    found = judge(pd.DataFrame(rows), 8), judge({arm: dict(enumerate(values[arm])) for arm in values}, 8)
+    assert {(each.arm, each.difference) for one in found for each in one.arms} == {
+        ("4", found[0].arms[0].difference)
+    }
+
+
+@pytest.mark.parametrize("kind", [np.array, pd.Series, np.float32, tuple])
+def test_final_values_may_be_of_numpy_or_pandas(kind):
+    values = {"a": [1.0, 1.5, 1.75], "b": [2.0, 2.25, 3.0]}
+    given = {arm: [*map(kind, each)] if kind is np.float32 else kind(each) for arm, each in values.items()}
+    assert judge(given, "a").arms == judge(values, "a").arms
 
 
 def test_an_arm_whose_baseline_left_the_file_is_shown_without_a_gap(tmp_path):
@@ -782,6 +827,9 @@ BAD = {
     "an infinite seed": (({"a": {math.inf: 1.0}, "b": {0: 2.0}},), {}, "a seed is a whole number"),
     "text": (({"a": "124", "b": [1.0]},), {}, "give values by seed"),
     "no values": (({"a": [], "b": [1.0]},), {}, "give values by seed"),
+    "one number": (({"a": 1.0, "b": [1.0]},), {}, "give values by seed"),
+    "an empty array": (({"a": np.array([]), "b": [1.0]},), {}, "give values by seed"),
+    "values in two dimensions": (({"a": np.ones((2, 2)), "b": [1.0]},), {}, "a value a number"),
     "None": (({"a": [None], "b": [1.0]},), {}, "a value a number"),
     "a name that is no metric's": (({"a": [1.0], "b": [1.0]},), {"metric": "acc%"}, "rename it"),
     "a huge seed": (({"a": {1 << 63: 1.0}, "b": {0: 1.0}},), {}, "too large"),
