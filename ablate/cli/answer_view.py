@@ -161,11 +161,11 @@ def _print_tables(
         table = published_table(replications(compared.ledger, experiment.keys.published))
         screen.print(table.terminal(), "")
     if expected := expected_width(experiment, settings.state):  # of a calibration, beside the one that came
-        gaps = [arm.gap for arm in arms if arm.gap and arm.gap.has_interval and arm.role != "null"]
+        gaps = [arm.gap for arm in compared.arms if arm.gap and arm.gap.has_interval and arm.role != "null"]
         if gaps:
             came = median(gap.half for gap in gaps)
             screen.print(Text(f"Half-width: {came:.2g} came (median of the arms), expected was {expected}."))
-    if text := how_to_read(experiment, arms, valid):
+    if text := how_to_read(experiment, compared.arms, valid):
         screen.print(text)
     if valid:
         screen.print(emulated(compared.ledger))

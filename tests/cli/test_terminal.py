@@ -125,6 +125,16 @@ def test_under_no_answer_there_is_no_advice_on_how_to_read_the_table(tmp_path):
     assert not [word for word in ("Holm", "tokens/s and memory", "Seeds needed") if word in below]
 
 
+def test_the_advice_below_several_tables_is_about_the_metric_of_the_question(tmp_path):
+    """The second metric has no smallest effect that matters."""
+    metrics = [{"name": "val/loss", "min_effect": 1e-9}, {"name": "train/recent_loss"}]
+    path = write(tmp_path, metric=metrics, shape={"lr": 3e-3}, seeds=3)
+    shown = here("sweep", path, "--state", tmp_path / "runs", *INLINE, "--all").stdout
+    assert shown.count("\narm ") == 2
+    assert "undecided" in shown
+    assert "Without metric.min_effect" not in shown
+
+
 def one_seed(book):
     add(book, "bf16", {0: 3.0}, None)
     add(book, "rht", {0: 3.1})
