@@ -24,7 +24,7 @@ from rich.text import Text
 
 from ablate.cli.option_groups import App
 from ablate.errors import InputError, brief, printable
-from ablate.files import ensure_home, finite
+from ablate.files import ensure_home, finite, full
 
 if TYPE_CHECKING:
     from ablate.store.ledger import Ledger
@@ -88,7 +88,7 @@ def _closed_pipe_exits() -> Iterator[None]:
 
 def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
     """Return a sentence on a file that cannot be used: a folder, a link that leads nowhere, or a file that
-    cannot be written is in its place, or its name is too long. None for any other error."""
+    cannot be written is in its place, its name is too long, or its disk is full. None for any other error."""
     path: str | None
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{brief(str(error.filename))}: {error.strerror}: each part of a path has at most 255 bytes"
@@ -103,6 +103,8 @@ def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
         if isinstance(error, NotADirectoryError) and path:  # a file is in the place of one of its folders
             kind, path = "folder", str(next((part for part in Path(path).parents if part.is_file()), path))
         named |= error.errno == errno.EROFS or bool(path and Path(path).is_symlink())
+    if full(error):
+        return f"{path or 'the output'}: {why}: free space there, then give the command again"
     advice = f"it has to be a {kind}; move away what is there, or copy the folder"
     return f"{path}: {why}: {advice}" if named and path else None
 

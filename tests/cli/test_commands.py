@@ -643,6 +643,15 @@ def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@every(words=(("recipe", "show", "nvfp4"), ("recipe", "show", "nvfp4", "--yaml"), ("--help",)))
+def test_output_on_a_full_disk_is_refused_in_a_sentence(words):
+    command = [sys.executable, "-m", "ablate", *words]
+    with open("/dev/full", "w") as disk:
+        ended = subprocess.run(command, stdout=disk, stderr=subprocess.PIPE, env=environment(), text=True)
+    assert ended.returncode == 2
+    assert re.fullmatch("the output: No space left on device: .*\n", ended.stderr)
+
+
 def test_a_command_whose_output_is_closed_keeps_its_exit_status():
     words = [sys.executable, "-m", "ablate", "--version"]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], env=environment(), check=False)
