@@ -97,7 +97,8 @@ def ui(
                 address, page, experiment = _serve(optuna, stack), "/note", None
                 if name:
                     path = state / "sweeps" / name / "ledger.db"
-                    with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+                    ours = suppress(sqlite3.DatabaseError, InputError)  # InputError: of another version
+                    with ours, closing(Ledger(path, readonly=True)) as ledger:
                         experiment = ledger.facts.mlflow_experiment
                         page = "" if ledger.facts.search else page  # importances of a grid say nothing
                     study = number(name)

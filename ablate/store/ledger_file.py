@@ -107,7 +107,7 @@ class LedgerFile:
     def foreign(self) -> str | None:
         """Sentence on the sweep that the ledger belongs to; None if it is that of its folder's name."""
         owner = self.facts.name or self.name
-        return None if owner == self.name else f"it is the ledger of sweep {one_line(owner)}"
+        return None if owner == self.name else f"it is the ledger of sweep {one_line(str(owner))}"
 
     def query(self, sql: str, *values: str | float | None) -> sqlite3.Cursor:
         return self.db.execute(sql, values)

@@ -22,9 +22,11 @@ from support.experiments import end, gone, start, sweep, tiny, until, words_of
 from support.processes import addresses
 
 from ablate.cli.servers.reports import ReportHandler, index
+from ablate.execution.sweep_status import read as status
 from ablate.files import lock
 from ablate.reports.report_about import write_about
 from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 pytestmark = [
     pytest.mark.services,
@@ -289,6 +291,13 @@ def test_a_port_that_was_asked_for_and_is_taken_is_told(state):
         )
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "::1", "a" * 70])
+def test_a_host_that_is_not_this_machine_is_told_and_not_called_taken(host, state):
+    done = here("ui", "--state", state, "--host", host)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("--optuna-port 8080: this machine cannot listen there (")
+
+
 @pytest.mark.parametrize("made", [True, False])
 def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     if made:
@@ -364,6 +373,27 @@ def test_a_ledger_that_cannot_be_read_is_listed_with_why(state, tmp_path):
     (tmp_path / "sweeps" / "bad").mkdir(parents=True)
     (tmp_path / "sweeps" / "bad" / "ledger.db").write_text("no database" * 100)
     assert "(its ledger cannot be read: file is not a database)" in index(tmp_path)
+
+
+def test_a_question_that_is_no_text_any_more_leaves_the_list(state, tmp_path):
+    """One bit of a cell says if it is a text or bytes."""
+    shutil.copytree(state / "sweeps", tmp_path / "sweeps")
+    for name, key in (("first", "question"), ("second", "name")):
+        with closing(Ledger(tmp_path / "sweeps" / name / "ledger.db")) as ledger:
+            ledger.db.execute("UPDATE sweep SET value = CAST(value AS BLOB) WHERE key = ?", (key,))
+    assert "<b>first</b>" in index(tmp_path)
+    assert status(tmp_path / "sweeps" / "second", Store(tmp_path)).trouble is not None
+
+
+def test_the_last_sweep_may_be_of_another_version(state, tmp_path):
+    shutil.copytree(state / "sweeps", tmp_path / "sweeps")
+    with closing(Ledger(tmp_path / "sweeps" / "second" / "ledger.db")) as ledger:
+        ledger.db.execute("PRAGMA user_version = 99")
+    process = start("ui", "second", "--state", tmp_path, "--mlflow", "none")
+    try:
+        assert "a later version of ablate wrote" in read(addresses(process)["Reports"])
+    finally:
+        end(process)
 
 
 # The lifeline

@@ -1,5 +1,6 @@
 """MLflow's server for `ablate ui`, as a child process, and the choice of free ports."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -44,11 +45,15 @@ def bind_first_free(name: str, given: int | None, bind: Callable[[int], Server])
     """Return the server that `bind` creates on the given port or, without one, on the first free port from
     the default on; InputError if there is none."""
     first = given or DEFAULT_PORTS[name]
+    why = "another process listens on this port; name another port, or omit the option to take a free one"
     for port in range(first, min(first + (1 if given else _PORTS_TRIED), 65536)):
-        with suppress(OSError):
+        try:
             return bind(port)
-    remedy = "name another port, or omit the option to take a free one"
-    raise InputError(f"--{name}-port {first}: another process listens on this port; {remedy}")
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) != errno.EADDRINUSE:  # a foreign address, a reserved port
+                why = f"this machine cannot listen there ({error}); name another port or --host"
+                break
+    raise InputError(f"--{name}-port {first}: {why}")
 
 
 class MlflowServer:

@@ -186,7 +186,7 @@ def _facts(folder: Path) -> tuple[str, Counter[str]]:
     try:
         with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
             counts = Counter(member.status for member in ledger.members())
-            question = ledger.facts.question
+            question = str(ledger.facts.question)  # a changed bit makes a text bytes
     except (sqlite3.DatabaseError, InputError) as error:
         return f"(its ledger cannot be read: {error})", Counter()
     return question, counts
