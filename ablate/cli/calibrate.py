@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -83,7 +84,7 @@ def calibrate(
         screen.print(f"{file} has published figures of full runs, which forks do not measure: not written.")
     elif not dry_run:
         file.write_text(with_values(file.read_text(), proposal(experiment, chosen, count, bad)))
-        screen.print(f"Written into {file}: `{program('ablate')} plan {file}` shows it.")
+        screen.print(f"Written into {file}: `{program('ablate')} plan {quote(str(file))}` shows it.")
 
 
 def _run(path: Path, settings: Settings, flags: DeviceFlags, workers: int | None) -> int:

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -108,7 +109,9 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         screen.lines(*retired)
         why = why or ("--force was given" if force else None)
         if retired and not why:
-            screen.lines(f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.")
+            screen.lines(
+                f"`ablate sweep {quote(str(file))}` runs {'it' if len(retired) == 1 else 'them'} again."
+            )
             return
         if not why:
             sound = "not damaged, and equal to the records of its trials"
@@ -133,7 +136,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     lost = _lost(ledger, identity, experiment, points)
     screen.lines(*news, *_recovered(ledger, experiment, points), *lost)
     ledger.close()
-    screen.lines(f"`ablate sweep {file}` runs the missing trials.")
+    screen.lines(f"`ablate sweep {quote(str(file))}` runs the missing trials.")
 
 
 def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:

@@ -21,6 +21,8 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from ablate.engines.gpu_access import device_class
@@ -72,7 +74,7 @@ class Settings:
     @property
     def state_option(self) -> str:
         """Option that names the state folder, after a space; empty if it is the default."""
-        return "" if self.origins["state"] == "default" else f" --state {self.state}"
+        return "" if self.origins["state"] == "default" else f" --state {quote(str(self.state))}"
 
     def shown(self) -> dict[str, str]:
         """Return every value as text that is safe to print: without passwords, and of a notification URL only
@@ -216,26 +218,22 @@ def writable(state: Path, shared: bool = False) -> str | None:
     """
     try:
         permissions = make_folder(state, shared)
-        probe = state / f".writable.{os.getpid()}"
-        probe.touch()
-        try:  # flock, as this package locks, and fcntl, as SQLite does
-            with probe.open("a") as file:
+        with NamedTemporaryFile(dir=state, prefix=".writable.") as file:  # no pid: containers share them
+            try:  # flock, as this package locks, and fcntl, as SQLite does
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fcntl.lockf(file, fcntl.LOCK_UN)  # over NFS both are one lock
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InputError(
-                f"--state {state}: files cannot be locked there ({error.strerror}), so two processes could"
-                " overwrite each other's results; name a folder on a file system with locks (Lustre: mounted"
-                " with -o flock)"
-            ) from None
-        finally:
-            probe.unlink()
+            except OSError as error:
+                raise InputError(
+                    f"--state {state}: files cannot be locked there ({error.strerror}), so two processes"
+                    " could overwrite each other's results; name a folder on a file system with locks"
+                    " (Lustre: mounted with -o flock)"
+                ) from None
     except OSError as error:
         raise InputError(f"--state {state}: not writable ({error.strerror}); name another folder") from None
     if not permissions:
         return None
-    remedy = f"`chmod 700 {state}` makes it private, --shared-state hides this note"
+    remedy = f"`chmod 700 {quote(str(state))}` makes it private, --shared-state hides this note"
     return f"other users of this machine can read the state folder {state} ({permissions}): {remedy}."
 
 

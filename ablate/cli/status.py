@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -174,7 +175,7 @@ def _state(sweep: Status) -> Text:
     else:
         text = Text.assemble(("○ ", "dim"), f"ended; {last}")
     if sweep.mlflow_behind:
-        hint = "" if sweep.controller else f"; `ablate rebuild {sweep.name} --sync` sends them"
+        hint = "" if sweep.controller else f"; `ablate rebuild {quote(sweep.name)} --sync` sends them"
         text.append(f"; MLflow {sweep.mlflow_behind:,} records behind{hint}", "yellow")
     return text
 

@@ -197,9 +197,9 @@ class SweepRun:
                     made = make(settings.state, name, mlflow=settings.mlflow)
                 self.screen.lines(*filter(None, [made.trouble]))
             except (NotebookError, InputError) as error:
-                remedy = f"The results are safe; `ablate report {name}` tries again."
+                remedy = f"The results are safe; `ablate report {shlex.quote(name)}` tries again."
                 self.screen.lines(f"The report was not written: {error}. {remedy}")
-        command = f"{program('ablate')} ui {name}{settings.state_option}"
+        command = f"{program('ablate')} ui {shlex.quote(name)}{settings.state_option}"
         line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
         more = f"{line}; with MLflow: {command}" if index.exists() else line
         self.screen.lines(more if len(more) <= self.screen.width else line)
@@ -343,11 +343,11 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     message = f" continues without this terminal: pid {process.pid}, state folder {settings.state}."
     screen.print(Text.assemble((folder.name, "bold"), message))
     screen.print("Follow it:", style="bold")
-    option = settings.state_option
+    named = f"{shlex.quote(folder.name)}{settings.state_option}"
     screen.lines(
-        f"  ablate status {folder.name}{option} --watch",
-        f"  tail -f {log}",
-        f"  ablate stop {folder.name}{option}",
+        f"  ablate status {named} --watch",
+        f"  tail -f {shlex.quote(str(log))}",
+        f"  ablate stop {named}",
     )
     return DONE
 

@@ -2,6 +2,7 @@
 run in MLflow and its study in Optuna."""
 
 from dataclasses import replace
+from shlex import quote
 
 from ablate.errors import one_line
 from ablate.reports.comparison_tables import arm_columns, foremost, judged
@@ -57,7 +58,7 @@ def _facts(sweep: Comparisons, answer: Headline) -> dict[str, str]:
         "Records": unverified(ledger),
         "Registered": registered_text(ledger),
         "Origin": origin.text if origin else "",
-        "Command": "" if elsewhere else f"ablate sweep {ledger.facts.file or f'{ledger.name}.yaml'}",
+        "Command": "" if elsewhere else f"ablate sweep {quote(ledger.facts.file or f'{ledger.name}.yaml')}",
         "Made with": made,
     }
     return {name: text for name, text in every.items() if text}

@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 
 from ablate import cache
 from ablate.errors import InputError, nearest
@@ -125,7 +126,7 @@ def unverified(ledger: Ledger) -> str:
         return ""
     return (
         f"unverified: {len(without)} of {len(over)} trials have no seal of their records;"
-        f" `ablate status --verify {ledger.name}` compares them with the trial folders"
+        f" `ablate status --verify {quote(ledger.name)}` compares them with the trial folders"
     )
 
 
@@ -140,4 +141,4 @@ def remedy(path: Path, file: str = "", ledger: Ledger | None = None) -> str:
     folder = path.absolute().parent
     if kept_alone(folder) or (ledger and Judged.alone(ledger)):
         return "the same `ablate judge` command writes it again"
-    return f"`ablate rebuild {file or f'{folder.name}.yaml'}` makes it again from the trial folders"
+    return f"`ablate rebuild {quote(file or f'{folder.name}.yaml')}` makes it again from the trial folders"

@@ -4,11 +4,13 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.cases import every
-from support.experiments import environment
+from support.commands import INLINE, here
+from support.experiments import environment, idle
 
 from ablate.cli.servers.reports import calls_us, own_names
 from ablate.cli.settings import find_settings, writable
@@ -105,6 +107,24 @@ def test_a_state_folder_is_this_users_alone_unless_it_is_shared_or_was_there(tmp
     assert mode(there) == 0o755
     assert writable(tmp_path / "deep" / "own") is None
     assert make_folder(there, shared=False) == "drwxr-xr-x"
+
+
+def test_processes_of_one_number_find_a_folder_writable_at_once(tmp_path):
+    """Containers that start together share a folder, and often the number of their process, as threads do."""
+    with ThreadPoolExecutor(8) as threads:
+        assert not any(threads.map(writable, [tmp_path / "runs"] * 400))
+    assert not [*(tmp_path / "runs").iterdir()]
+
+
+def test_printed_commands_quote_names_and_folders_with_spaces(tmp_path):
+    path, state = idle(tmp_path, "my sweep", seeds=1).file, tmp_path / "my runs"
+    state.mkdir(mode=0o755)
+    assert f"`chmod 700 '{state}'`" in writable(state)
+    done = here("sweep", path, "--state", state, *INLINE, "--no-report")
+    assert f" ui 'my sweep' --state '{state}'\n" in done.stdout
+    (state / "sweeps" / "my sweep" / "ledger.db").unlink()
+    assert "`ablate rebuild 'my sweep.yaml'`" in here("report", "my sweep", "--state", state).stderr
+    assert f"`ablate sweep '{path}'`" in here("rebuild", path, "--state", state).stdout
 
 
 def test_sharing_is_a_flag_a_variable_or_a_line_of_a_profile(tmp_path, monkeypatch):
