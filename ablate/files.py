@@ -58,7 +58,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically, by a temporary file, fsync and rename: readers see the old file or the new
     one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

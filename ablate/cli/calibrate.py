@@ -18,6 +18,7 @@ from ablate.execution.calibration_sweeps import TooLong, beside, proposal, write
 from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import load
 from ablate.experiment.yaml_document import with_values
+from ablate.files import write_text
 from ablate.provenance import own_command
 from ablate.reports.plain_text import duration
 
@@ -74,16 +75,16 @@ def calibrate(
     chosen = best(candidates, arms)
     screen.print(_table(candidates, chosen, arms))
     if chosen.sharpness(arms) == 0:
-        screen.print(
-            f"No design sees the known-bad arm ({bad}): its damage is smaller than its standard error in"
-            " each. Give more seeds (--seeds), more steps, or another arm (--bad). Nothing is written."
-        )
+        more = "Give more seeds (--seeds), more steps, or another arm (--bad). Nothing is written."
+        why = f"({bad}): its damage is smaller than its standard error in each. {more}"
+        screen.print(f"No design sees the known-bad arm {why}")
         raise typer.Exit(FAILED)
     screen.print(_sharpest(chosen, count := chosen.proposed_seeds(), arms))
     if chosen.design and experiment.keys.published:
         screen.print(f"{file} has published figures of full runs, which forks do not measure: not written.")
     elif not dry_run:
-        file.write_text(with_values(file.read_text(), proposal(experiment, chosen, count, bad)))
+        values = proposal(experiment, chosen, count, bad)
+        write_text(file.resolve(), with_values(file.read_text("utf-8"), values))
         screen.print(f"Written into {file}: `{program('ablate')} plan {quote(str(file))}` shows it.")
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -45,6 +46,9 @@ def summary_of(ledger: "Ledger") -> str:
 def run(command: Callable[[], None]) -> None:
     """Run a command. On an InputError, print one sentence for each mistake, without a traceback, and exit
     with status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a sign that the locale lacks, such as a minus
+            stream.reconfigure(errors="backslashreplace")
     if note := ensure_home():
         print(note, file=sys.stderr)
     try:

@@ -88,7 +88,7 @@ def _write(folder: Path, files: dict[str, str], screen: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
-            (folder / file).write_text(text)
+            (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
     screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
@@ -99,9 +99,10 @@ def _image_files(name: str) -> dict[str, str]:
     package = Path(__file__).parents[1]
     examples = package / "examples"
     folder = examples if examples.exists() else package.parent / "experiments"
-    text = (folder / "mae_masking.yaml").read_text().partition("\n")[2]  # without the checkout's schema
+    text = (folder / "mae_masking.yaml").read_text(encoding="utf-8")
+    text = text.partition("\n")[2]  # without the checkout's schema
     training = f"{name}_train.py"
     return {
         f"{name}.yaml": text.replace("file: mae.py", f"file: {training}"),
-        training: (folder / "mae.py").read_text(),
+        training: (folder / "mae.py").read_text(encoding="utf-8"),
     }

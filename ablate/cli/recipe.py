@@ -335,7 +335,7 @@ def _put(text: str, out: Path | None, what: str) -> None:
         print(text, end="")
         return
     before = out.read_bytes() if out.is_file() else None
-    out.write_text(text)
+    out.write_text(text, encoding="utf-8")
     replaced = "" if before in (None, text.encode()) else "; it replaced a file with other content"
     console().lines(f"{out}: {what}{replaced}")
 

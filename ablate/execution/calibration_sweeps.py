@@ -81,7 +81,7 @@ def write_fitting(
     for count, both in ((seeds, full), (FEWEST_SEEDS, full), (FEWEST_SEEDS, False)):
         files, total = _sweeps(file, experiment, count, bad, both), 0.0
         for path, values in files.items():
-            path.write_text(with_values(experiment.text, values))
+            path.write_text(with_values(experiment.text, values), encoding="utf-8")
             try:
                 sweep = load(path, device)
             except InputError as error:

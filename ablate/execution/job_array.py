@@ -140,7 +140,7 @@ def export(
     scripts = []
     for number, stage in enumerate(requests, 1):
         path = folder / f"stage-{number}.sbatch"
-        path.write_text(_script(jobs.name, number, len(stage), need, options))
+        path.write_text(_script(jobs.name, number, len(stage), need, options), encoding="utf-8")
         scripts.append(path)
     submit = folder / "submit.sh"
     submit.write_text(_submit(len(scripts)))

@@ -246,7 +246,7 @@ class Table(Generic[Row]):
         columns = [[one.name, *one.texts] for one in self._drawn("csv")[0]]
         if any(self.notes):
             columns.append(["notes", *map("; ".join, self.notes)])
-        with (folder / f"{self.name}.csv").open("w", newline="") as file:
+        with (folder / f"{self.name}.csv").open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows(map(csv_cell, line) for line in zip(*columns, strict=True))
 
     def first(self, most: int) -> "Table[Row]":

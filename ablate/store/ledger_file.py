@@ -53,7 +53,7 @@ def create(db: sqlite3.Connection, path: Path) -> None:
     try:
         new = not check(db, path)
         if new:
-            _, _, statements = _SCHEMA.read_text().partition("\n")
+            _, _, statements = _SCHEMA.read_text(encoding="utf-8").partition("\n")
             for statement in statements.split(";"):
                 db.execute(" ".join(statement.split()))
         ledger_seals.install(db)

@@ -100,7 +100,7 @@ def append(path: Path, history: ProposalHistory, judgement: Judgement) -> Propos
     if _read_head(path) != (count, history.token):  # the last process ended before its head
         write(_head(path), {"lines": count, "digest": history.token})
     text, digest = _line(judgement, history.token)
-    write_text(path, path.read_text().rstrip("\n") + "\n" + text)
+    write_text(path, path.read_text(encoding="utf-8").rstrip("\n") + "\n" + text)
     write(_head(path), {"lines": count + 1, "digest": digest})
     judgements = (*history.judgements, judgement)
     return ProposalHistory(history.declaration, judgements, (*history.digests, digest))

@@ -652,6 +652,18 @@ def test_output_on_a_full_disk_is_refused_in_a_sentence(words):
     assert re.fullmatch("the output: No space left on device: .*\n", ended.stderr)
 
 
+def test_a_locale_without_the_signs_of_an_answer_changes_no_file(tmp_path):
+    """ASCII alone, as ISO-8859-1 has no minus sign: UTF-8 is what the files of this package are in."""
+    arms = {"\N{MICRO SIGN}": {"rht": True}, "other": {"rht": False}}
+    path = idle(tmp_path, question="Does \N{MICRO SIGN} matter?", ablate=None, arms=arms, seeds=2).file
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "ABLATE_REPORT": "true"}
+    done = ablate("sweep", path, "--state", tmp_path / "runs", *INLINE, **ascii_only)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "Does \\xb5 matter?"), done.stderr
+    report = tmp_path / "runs" / "reports" / "tiny"
+    for file in ("index.html", "figures/runs.csv"):
+        assert "\N{MICRO SIGN}" in (report / file).read_text(encoding="utf-8")
+
+
 def test_a_command_whose_output_is_closed_keeps_its_exit_status():
     words = [sys.executable, "-m", "ablate", "--version"]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], env=environment(), check=False)

@@ -95,7 +95,7 @@ def confirm(
             _counted(model, words),
             [shlex.join(words)],
             environment,
-            lambda path: texts[path] if path in texts else Path(path).read_text(),
+            lambda path: texts[path] if path in texts else Path(path).read_text(encoding="utf-8"),
             "the command",
         )
     except ValueError as error:

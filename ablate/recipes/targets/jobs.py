@@ -137,7 +137,7 @@ def _text(path: Path, newline: str | None = None) -> str:
             " as text"
         )
     try:
-        with path.open(newline=newline) as file:
+        with path.open(encoding="utf-8", newline=newline) as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None

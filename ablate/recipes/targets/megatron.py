@@ -187,7 +187,7 @@ def write_bridge(recipe: Recipe, model: Model) -> str:
 def read(
     arguments: Sequence[str],
     environment: Mapping[str, str],
-    file: Callable[[str], str] = lambda path: Path(path).read_text(),
+    file: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8"),
 ) -> Recipe:
     """Return the recipe that Megatron-LM trains by.
 

@@ -54,7 +54,7 @@ def write(recipe: Recipe, model: Model) -> str:
         rounded_up = f"-(-{share.numerator} * blocks // {share.denominator})"
         last = f"max({last}, {rounded_up})" if last else rounded_up
     quantised_experts = quantised_expert(recipe, model.layers) is not None
-    text = _TEMPLATE.read_text()
+    text = _TEMPLATE.read_text(encoding="utf-8")
     return Template(
         text, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     ).render(

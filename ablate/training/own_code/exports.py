@@ -153,7 +153,7 @@ def write(export: Exported, stacks: Iterable[str]) -> None:
         raise RuntimeError(f"{stray} is set and changes numbers whatever the recipe is; unset it")
     for path, text in export.texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         print(f"{path}: the recipe of this trial, read back and compared", flush=True)
 
 

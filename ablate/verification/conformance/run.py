@@ -75,7 +75,7 @@ class Findings:
 
     def save(self, path: Path) -> int:
         """Write every wrong number of the first wrong stages as CSV; return how many there are."""
-        with path.open("w", newline="") as file:
+        with path.open("w", encoding="utf-8", newline="") as file:
             lines = csv.writer(file)
             lines.writerow(("property", "stage", *Wrong._fields))
             rows = [(row, number) for row in self.rows for number in row.wrong]
