@@ -3,13 +3,12 @@
 import re
 import socket
 import sqlite3
-import threading
 from contextlib import closing
 
 import pytest
+from support.processes import ssh_server
 
 from ablate.errors import InputError
-from ablate.execution.notify import Hook
 from ablate.execution.tracking import access, database
 from ablate.execution.tracking.stored_runs import stored_runs
 from ablate.store.databases import url
@@ -54,35 +53,14 @@ def test_a_server_that_hangs_is_told_with_the_cause(monkeypatch):
     assert told.endswith("MLflow's server does not answer: timed out")
 
 
-@pytest.fixture
-def stranger():
-    """Address of a server that does not speak HTTP, as an SSH server does."""
-
-    def greet(server: socket.socket) -> None:
-        with server.accept()[0] as caller:
-            caller.recv(1 << 16)
-            caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=greet, args=(server,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread.join()
-
-
-def test_a_server_of_another_kind_does_not_refuse_a_login(stranger):
-    access.check_login(stranger)
+def test_a_server_of_another_kind_does_not_refuse_a_login():
+    with ssh_server() as address:
+        access.check_login(address)
 
 
 @pytest.mark.parametrize("address", ["http://localhost:port", "http://local host", "http://[::1"])
 def test_an_address_of_no_server_does_not_refuse_a_login(address):
     access.check_login(address)
-
-
-def test_a_hook_that_a_server_of_another_kind_answers_is_one_line(stranger):
-    hook = Hook(stranger)
-    hook.tell({"event": "ended"})
-    assert hook.close() == ["notify: BadStatusLine: SSH-2.0-OpenSSH_9.6"]
 
 
 def test_a_store_of_an_older_mlflow_is_told_with_what_brings_it_up_to_date(path):

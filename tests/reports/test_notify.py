@@ -9,6 +9,7 @@ import pytest
 from support.commands import INLINE, here
 from support.experiments import IDLE, TOO_LARGE, end, start, statuses, until, write
 from support.gates import Gate
+from support.processes import ssh_server
 
 from ablate.errors import InputError
 from ablate.execution import notify
@@ -187,6 +188,13 @@ def test_the_end_of_a_sweep_is_told_with_its_counts_and_its_table(tmp_path):
     assert (message["sweep"], message["question"]) == ("tiny", "Does it matter?")
     assert message["seconds"] > 0
     assert message["text"].startswith("tiny: done after ")
+
+
+def test_a_hook_that_a_server_of_another_kind_answers_is_one_line():
+    with ssh_server() as address:
+        hook = Hook(address)
+        hook.tell({"event": "ended"})
+        assert hook.close() == ["notify: BadStatusLine: SSH-2.0-OpenSSH_9.6"]
 
 
 def test_a_hook_that_fails_is_one_line_and_changes_nothing(tmp_path):

@@ -1,8 +1,12 @@
 """Python code and commands that tests run in processes of their own."""
 
 import re
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from support.experiments import environment
 
@@ -22,6 +26,22 @@ def ready_process(code: str, *words) -> subprocess.Popen:
     )
     assert started.stdout.readline()
     return started
+
+
+@contextmanager
+def ssh_server() -> Iterator[str]:
+    """Give an address as of a web server, at which one caller is greeted as by an SSH server."""
+
+    def greet(server: socket.socket) -> None:
+        with server.accept()[0] as caller:
+            caller.recv(1 << 16)
+            caller.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=greet, args=(server,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
 
 
 RUN = """
