@@ -48,7 +48,7 @@ def test_every_fault_of_another_library_has_its_version_a_short_reproduction_and
         assert max(map(len, command.splitlines())) <= 110, fault
         assert "ablate" not in command, fault
         compile(command, fault, "exec")
-        assert f"upstream.md#{fault})" in cited or fault == "quark-log2-in-bf16"  # not of its default
+        assert f"upstream.md#{fault})" in cited
 
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 90), ("docs/project/architecture.md", 140)])
