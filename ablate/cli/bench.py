@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ablate.cli.common import console, plain_table, print_json, print_starting
+from ablate.cli.common import console, plain_table, print_starting
 from ablate.cli.option_groups import App
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
@@ -86,15 +86,14 @@ class Output:
             from ablate.reports import figures
 
             getattr(figures, figure)(lines, *axes).write(self.png)
-        if self.as_json:
-            print_json(lines if about is None else {**about, "lines": lines})
-            return
+        screen = console(self.as_json)
+        screen.document(lines if about is None else {**about, "lines": lines})
         names = [name for name in lines[0] if name not in hidden]
         heads = [name.replace("forward", "fwd").replace("backward", "bwd") for name in names]  # for one line
         right = [head for name, head in zip(names, heads, strict=True) if name in FORMS]
         cells = ([(FORMS.get(name, "{}"), line[name]) for name in names] for line in lines)
         rows = (["-" if cell is None else form.format(cell) for form, cell in row] for row in cells)
-        console().print(plain_table(*heads, right=right, rows=rows))
+        screen.print(plain_table(*heads, right=right, rows=rows))
 
 
 @app.command()
@@ -257,10 +256,9 @@ def linear(
         hidden.add("size")
     notes = (found.unit, f"Lines: {found.yardstick}.")
     output.show(found.lines, "speeds", *notes, about=about, hidden=hidden)
-    if not output.as_json:
-        reached = [f"{speed:,.0f}" for speed in sorted(found.reached)]
-        figure = f": {reached[0]} to {reached[-1]} {found.unit}" if reached else ""
-        console().lines(f"Of peak: a share of {found.yardstick}{figure}.")
+    reached = [f"{speed:,.0f}" for speed in sorted(found.reached)]
+    figure = f": {reached[0]} to {reached[-1]} {found.unit}" if reached else ""
+    console(output.as_json).lines(f"Of peak: a share of {found.yardstick}{figure}.")
 
 
 # --- checks of what is asked ----------------------------------------------------------------------

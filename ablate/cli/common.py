@@ -192,11 +192,6 @@ def nothing_runs() -> NoReturn:
     raise AssertionError("this command runs no trial")
 
 
-def print_json(document: object) -> None:
-    """Print a document as JSON; numbers that are not finite are null."""
-    print(json.dumps(finite(document), indent=1, allow_nan=False))
-
-
 def print_starting(task: str, quiet: bool = False) -> None:
     """Print `Starting: TASK ...` to standard error, before slow imports: the first result can take a minute;
     nothing if `quiet`, for output that a program reads."""
@@ -218,7 +213,11 @@ class Due:
 
 class Screen(Console):
     """Console that prints text literally: no markup, no emoji codes, no control characters. Otherwise
-    brackets in the name of an arm or in a question would be read as markup. Styles come from rich's Text."""
+    brackets in the name of an arm or in a question would be read as markup. Styles come from rich's Text.
+
+    A command prints its document and its text. A quiet screen, that of `--json`, shows the document alone,
+    any other the text alone.
+    """
 
     def __init__(self, file: IO[str] | None = None, **given: Any) -> None:
         super().__init__(file=file, highlight=False, markup=False, emoji=False, **given)
@@ -234,12 +233,17 @@ class Screen(Console):
         for text in texts:
             self.print(text, style=style, soft_wrap=True)
 
+    def document(self, content: object) -> None:
+        """Print a document as JSON if the screen is quiet; numbers that are not finite are null."""
+        if self.quiet:
+            print(json.dumps(finite(content), indent=1, allow_nan=False))
 
-def console() -> Screen:
+
+def console(as_json: bool = False) -> Screen:
     """Return a console on standard output, 160 columns wide if that is not a terminal: tables fit in a
-    log."""
-    screen = Screen()
-    return screen if screen.is_terminal else Screen(width=160)
+    log. `as_json`: it shows documents alone."""
+    screen = Screen(quiet=as_json)
+    return screen if screen.is_terminal else Screen(width=160, quiet=as_json)
 
 
 def filled(template: str, **values: object) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
+from ablate.cli.common import DONE, FAILED, Screen, print_starting
 from ablate.errors import InputError, as_input_error, first_line, nearest, one_line
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.result import Row, counts
@@ -55,33 +55,31 @@ def conform(
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
         raise InputError(f"--save {save}: name a file in a folder that exists")
     print_starting("importing torch", quiet=as_json or demo)
-    started, screen = time.monotonic(), Screen(width=_WIDTH)
+    started, screen = time.monotonic(), Screen(width=_WIDTH, quiet=as_json)
     rows: list[Row] = []
 
     def show(row: Row) -> None:
         known = any(row.stage and _alike(row) == _alike(other) for other in rows)
         rows.append(row)
-        if not as_json and row.outcome != "n/a":
+        if row.outcome != "n/a":
             print_row(screen, row, known=known)
 
     # What a subject prints must not stand within the JSON document.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         if demo:
-            findings = _demonstrated(screen, show, as_json)
+            findings = _demonstrated(screen, show)
         else:
             findings = _examined(subject, recipe, only, device, seed, show)
-    if as_json:
-        print_json(_document(findings, time.monotonic() - started))
-    else:
-        _print_end(screen, findings, len(rows), time.monotonic() - started)
+    seconds = time.monotonic() - started
+    screen.document(_document(findings, seconds))
+    _print_end(screen, findings, len(rows), seconds)
     if save is not None:
         try:
             count = findings.save(save)
         except OSError as error:
             why = f"{error.strerror}; name a file in a folder that exists"
             raise InputError(f"--save {save}: {why}") from None
-        if not as_json:
-            screen.print(Text(f"{count:,} wrong numbers are in {save}"))
+        screen.print(Text(f"{count:,} wrong numbers are in {save}"))
     raise typer.Exit(DONE if findings.passed != demo else FAILED)
 
 
@@ -122,12 +120,11 @@ def _examined(
     return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed or 0, show=show)
 
 
-def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
+def _demonstrated(screen: Screen, show: Any) -> "Findings":
     from ablate.verification.conformance import demo
     from ablate.verification.conformance.run import conform as examine
 
-    if not as_json:
-        screen.print(demo.STORY)
+    screen.print(demo.STORY)
     return examine(demo.faulty(), demo.RECIPE, only=demo.PROPERTIES, show=show)
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, plain_table, print_json, print_starting
+from ablate.cli.common import DONE, FAILED, Screen, console, plain_table, print_starting
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
@@ -64,21 +63,20 @@ def doctor(
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
     started = time.monotonic()
-    screen = Console(quiet=True) if as_json else console()
-    rows = _printed(screen, as_json, partial(_groups, fast))
+    screen = console(as_json)
+    rows = _printed(screen, partial(_groups, fast))
     seconds = time.monotonic() - started
     judged = [row for _, row in rows if row.ok is not None]
     off = sum(not row.ok for row in judged)
-    if as_json:
-        print_json(
-            {
-                "numerics": VERSION,
-                "fast": fast,
-                "seconds": round(seconds, 2),
-                "ok": not off,
-                "rows": [{"group": group, **vars(row)} for group, row in rows],
-            }
-        )
+    screen.document(
+        {
+            "numerics": VERSION,
+            "fast": fast,
+            "seconds": round(seconds, 2),
+            "ok": not off,
+            "rows": [{"group": group, **vars(row)} for group, row in rows],
+        }
+    )
     more = " `python -m ablate.doctor` runs the other checks." if fast else ""
     agree = (f"All {len(judged)} checks agree:", "bold green")
     verdict = Text.assemble(agree, f" this machine follows numerics version {VERSION}.{more}")
@@ -111,8 +109,8 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     print_starting("importing torch, then comparing the engine with the emulator", quiet=as_json)
     machine = this_machine()
     comparison = _comparison(engine, machine, fast)
-    screen = Console(quiet=True) if as_json else console()
-    _printed(screen, as_json, comparison.groups)
+    screen = console(as_json)
+    _printed(screen, comparison.groups)
     document = comparison.document()
     written, kept = _written(comparison, document, record), ""
     # `auto` selects no other engine on a CPU; a quick comparison never approves an engine, but can reject it.
@@ -121,8 +119,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
             kept = f"; kept for `engine: auto` in {parity_record.keep(document, machine, document['engine'])}"
         except OSError as error:
             kept = f"; not kept for `engine: auto`: {error}"
-    if as_json:
-        print_json(document)
+    screen.document(document)
     style = "bold green" if comparison.agrees else "bold red"
     screen.print(Text(comparison.verdict(), style), Text(f"({duration(document['seconds'])})", "dim"))
     screen.print(f"Written: {' and '.join(map(str, written))}{kept}")
@@ -164,11 +161,12 @@ def _groups(fast: bool, show: Callable[[str], object] | None) -> Iterator[tuple[
     return checks.by_group(fast, show)
 
 
-def _printed(screen: Console, as_json: bool, groups: "Groups") -> list[tuple[str, "Row"]]:
+def _printed(screen: Screen, groups: "Groups") -> list[tuple[str, "Row"]]:
     """Print the table of each group once it is checked, and return all rows, each with its group. Column
     widths are the same in all tables, so that columns align."""
     rows: list[tuple[str, Row]] = []
-    with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
+    shown = screen.is_terminal and not screen.quiet
+    with screen.status("[dim]torch ...[/]") if shown else nullcontext() as status:
         for group, group_rows in groups(status.update if status else None):
             table = plain_table(style="dim")
             table.width, table.show_header = min(screen.width, _WIDEST), not rows

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.answer_view import MOST_LINES, print_lines
-from ablate.cli.common import DONE, console, print_json, print_starting
+from ablate.cli.common import DONE, console, print_starting
 from ablate.cli.options import Flags, JsonOption
 from ablate.cli.report import make
 from ablate.errors import InputError, brief, one_line
@@ -148,13 +148,13 @@ def judge(
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
     write = write_ledger if into is None else add_to_sweep
     said = [*found.said, *write(settings.state, title, found, asked.question(gated.floor))]
+    screen = console(as_json)
     if as_json:
         with closing(open_ledger(settings.state, title)) as ledger:
-            print_json(judgement_of(ledger, said).document())
-        raise typer.Exit(DONE)
+            screen.document(judgement_of(ledger, said).document())
+        return
     from ablate.reports.answer import Answer  # pandas
 
-    screen = console()
     screen.lines(*map(one_line, said), style="dim")
     with closing(open_ledger(settings.state, title)) as ledger:
         answer = Answer(ledger)
@@ -171,16 +171,14 @@ def _gate(found: Found, asked: QuestionFlags, gated: GateFlags, proposal: str, a
     judged, said = gate_runs(
         found.runs, asked.question(), gated.history, gated.floor, gated.proposals, gated.token, proposal
     )
-    if as_json:
-        print_json(judged.document() | {"said": [*found.said, *said]})
-    else:
-        screen = console()
-        screen.lines(*map(one_line, (*found.said, *said)), style="dim")
-        colour = {"keep": "green", "discard": "red"}.get(judged.word, "yellow")
-        word, _, rest = one_line(judged.sentence).partition(" ")
-        screen.print(Text.assemble((word, f"bold {colour}"), " ", rest))
-        place = f"Proposal {judged.number} of {judged.proposals}, {judged.proposal}"
-        screen.lines(f"{place}; history {gated.history}, token {judged.token}", style="dim")
+    screen = console(as_json)
+    screen.document(judged.document() | {"said": [*found.said, *said]})
+    screen.lines(*map(one_line, (*found.said, *said)), style="dim")
+    colour = {"keep": "green", "discard": "red"}.get(judged.word, "yellow")
+    word, _, rest = one_line(judged.sentence).partition(" ")
+    screen.print(Text.assemble((word, f"bold {colour}"), " ", rest))
+    place = f"Proposal {judged.number} of {judged.proposals}, {judged.proposal}"
+    screen.lines(f"{place}; history {gated.history}, token {judged.token}", style="dim")
     return _STATUSES[judged.word]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from ablate.cli.common import Screen, console, plain_table, print_json
+from ablate.cli.common import Screen, console, plain_table
 from ablate.cli.options import Capability, DeviceFlags, ExperimentFile, JsonOption, Seeds, SweepFlags
 from ablate.cli.settings import Settings
 from ablate.engines import makes_operands
@@ -82,7 +82,7 @@ def plan(
     if machine is None:
         require_contracts(file, experiment, settings.device)
     if as_json:
-        print_json(as_data(experiment, settings))
+        console(as_json).document(as_data(experiment, settings))
     else:
         show(experiment, settings)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from ablate.cli.common import Due, Screen, plain_table, print_json, print_starting
+from ablate.cli.common import Due, Screen, plain_table, print_starting
 from ablate.errors import InputError, as_input_error
 from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
@@ -92,10 +92,9 @@ def rank(
         predicted_order.keep(workload, made, ranking.before)
     source = f"{python} at its start" if python else model or dumps or "the built-in model"
     about = f"{source}, {_described(found, measured, others)}"
-    if as_json:
-        print_json(ranking.document() | {"measured_on": about})
-    else:
-        _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s")
+    screen = Screen(width=100, quiet=as_json)
+    screen.document(ranking.document() | {"measured_on": about})
+    _print(screen, ranking, f"{about}, {time.monotonic() - started:.1f} s")
 
 
 def _progress(note: Callable[[str], None], total: int) -> Callable[[int], None]:

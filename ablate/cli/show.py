@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from ablate.cli.common import console, print_json
+from ablate.cli.common import console
 from ablate.cli.options import Flags, JsonOption, complete_sweeps
 from ablate.errors import InputError, as_input_error, nearest, one_line
 from ablate.store.checked_ledger import folders, open_ledger, unverified
@@ -107,14 +107,14 @@ def _leaderboard(
     chosen = [
         entry for entry in entries if (workload or "") in entry.workload and metric in (None, entry.metric)
     ]
+    screen = console(as_json)
     if as_json:
-        print_json([document(entry) for entry in chosen])
+        screen.document([document(entry) for entry in chosen])
     elif not chosen:
         raise InputError(nothing(entries, workload, metric))
     elif as_markdown:
         print("\n".join(markdown(chosen)))
     else:
-        screen = console()
         for title, table in tables(chosen).items():
             screen.print(Text(title, "bold"), table.terminal(screen.width), "", sep="\n")
         direct = "Each gap is to the baseline of its own sweep; sweeps are not compared directly."
@@ -171,13 +171,14 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
         pairs = [(side(one, name), side(other, other_name)) for name, other_name in names]
         found = [(a, b, compared(a, b)) for a, b in pairs]
         unsealed = [f"{each.name}: {text}" for each in (one, other) if (text := unverified(each))]
-    if as_json:
-        rows = [
+    screen = console(as_json)
+    screen.document(
+        [
             {
                 "first": a.name,
                 "second": b.name,
-                "differs": {path: list(values) for path, values in result.parts.items()},
-                "origin": {path: list(values) for path, values in result.origin.items()},
+                "differs": result.parts,
+                "origin": result.origin,
                 "same_trials": result.same,
                 "difference": result.difference and _numbers(result.difference),
                 "why_none": result.why,
@@ -185,9 +186,7 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
             }
             for a, b, result in found
         ]
-        print_json(rows)
-        return
-    screen = console()
+    )
     for number, (a, b, result) in enumerate(found):
         screen.print(*([""] if number else []), Text(f"{b.name}, minus {a.name}", "bold"))
         lines = [(path, *map(json.dumps, values)) for path, values in (result.parts | result.origin).items()]

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, plain_table, print_json
+from ablate.cli.common import DONE, FAILED, Screen, console, plain_table
 from ablate.cli.options import Flags, JsonOption, Sweeps
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import damage
@@ -49,19 +49,16 @@ def status(
         verified: Compare every record with the files of its trial instead; exit status 1 if one differs.
         show_settings: Print the settings in use instead, each with its origin.
     """
-    settings, screen = flags.settings(), console()
+    settings = flags.settings()
     if show_settings:
         shown, origins = settings.shown(), settings.origins
         rows = ([key, Text(shown[key], overflow="fold"), Text(origins[key], "dim")] for key in shown)
-        screen.print(plain_table(rows=rows))
+        console().print(plain_table(rows=rows))
         return
-    state, selected = settings.state, folders(settings.state, sweeps)
+    state, selected, screen = settings.state, folders(settings.state, sweeps), console(as_json)
     if verified:
-        raise typer.Exit(_verify(selected, state, as_json))
-    if as_json:
-        both = ((sweep, {"total": sweep.total, "over": sweep.over}) for sweep in _all(selected, state))
-        print_json([asdict(sweep) | counts for sweep, counts in both])
-    elif watch:
+        raise typer.Exit(_verify(selected, state, screen))
+    if watch and not as_json:
         with (
             suppress(KeyboardInterrupt),
             Live(console=screen, auto_refresh=False, vertical_overflow="visible") as live,
@@ -70,21 +67,19 @@ def status(
                 found = _all(folders(state, sweeps), state)
                 live.update(_page(found, bool(sweeps), state), refresh=True)
                 time.sleep(_REFRESH_SECONDS)
-    else:
-        screen.print(_page(_all(selected, state), bool(sweeps), state))
+        return
+    found = _all(selected, state)
+    screen.document([asdict(sweep) | {"total": sweep.total, "over": sweep.over} for sweep in found])
+    screen.print(_page(found, bool(sweeps), state))
 
 
-def _verify(sweeps: Iterable[Path], state: Path, as_json: bool) -> int:
+def _verify(sweeps: Iterable[Path], state: Path, screen: Screen) -> int:
     results = {folder.name: _compare(folder, state) for folder in sweeps}
-    if as_json:
-        print_json([{"name": name, **asdict(result)} for name, result in results.items()])
-    else:
-        for name, result in results.items():
-            print(f"{name}: {result.sentence}")
-            for mismatch in result.mismatches:
-                print(f"  {mismatch}")
-        if not results:
-            print(f"No sweep has been run in {state}.")
+    screen.document([{"name": name, **asdict(result)} for name, result in results.items()])
+    for name, result in results.items():
+        screen.lines(f"{name}: {result.sentence}", *(f"  {mismatch}" for mismatch in result.mismatches))
+    if not results:
+        screen.lines(f"No sweep has been run in {state}.")
     return FAILED if any(result.mismatches for result in results.values()) else DONE
 
 
