@@ -17,6 +17,7 @@ import typer
 
 from ablate.cli.common import console, plain_table, print_starting
 from ablate.cli.option_groups import App
+from ablate.cli.options import JsonOption
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, first_line, nearest
@@ -50,11 +51,10 @@ class Output:
     """Options on the result of a measurement.
 
     Args:
-        as_json: Print JSON instead of a table.
         png: Also draw a figure to this file.
     """
 
-    as_json: Annotated[bool, typer.Option("--json")] = False
+    as_json: JsonOption = False
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE")] = None
 
     def begin(self) -> None:

@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_starting
+from ablate.cli.options import JsonOption
 from ablate.errors import InputError, as_input_error, first_line, nearest, one_line
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.result import Row, counts
@@ -27,7 +28,7 @@ def conform(
     subject: Annotated[str, typer.Argument()] = "",
     recipe: Annotated[str, typer.Option("--as")] = "nvfp4",
     only: Annotated[list[str] | None, typer.Option(metavar="PROPERTY")] = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: JsonOption = False,
     device: str = "cpu",
     seed: Annotated[int | None, typer.Option(min=0, max=2**62)] = None,
     save: Annotated[Path | None, typer.Option(metavar="CSV")] = None,
@@ -44,7 +45,6 @@ def conform(
         subject: module:function, file.py:function, module:SUBJECT, or a folder of dumps.
         recipe: Recipe that it should compute.
         only: Examine this property only; repeatable.
-        as_json: Print JSON instead of a table.
         device: Device of the tensors that it is handed.
         seed: Seed of the data; default: 0. For dumps that the emulator wrote: the seed of their run.
         save: Write every number of the wrong stages to this file.

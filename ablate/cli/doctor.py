@@ -15,6 +15,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, console, plain_table, print_starting
+from ablate.cli.options import JsonOption
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
@@ -34,7 +35,7 @@ _STYLES = {True: ("ok", "green"), False: ("OFF", "bold red"), None: ("-", "dim")
 
 def doctor(
     fast: bool = False,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: JsonOption = False,
     engine: str | None = None,
     record: Path | None = None,
     lifeline: Annotated[bool, typer.Option(hidden=True)] = False,
@@ -48,7 +49,6 @@ def doctor(
 
     Args:
         fast: Run only the quick checks, as before every sweep.
-        as_json: Print JSON instead of tables.
         engine: Compare the kernels of this engine, on this machine, with the emulator instead.
         record: File for the comparison, with a figure next to it; default: parity-<GPU>-<version>.json.
         lifeline: End when standard input closes.

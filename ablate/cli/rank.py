@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import Due, Screen, plain_table, print_starting
+from ablate.cli.options import JsonOption
 from ablate.errors import InputError, as_input_error
 from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
@@ -47,7 +48,7 @@ def rank(
     python: Annotated[str | None, typer.Option(metavar="FILE:FUNCTION")] = None,
     dumps: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None,
     batches: Annotated[int, typer.Option(min=1, max=3)] = 3,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Order recipes by the quantisation error of their operands on one step of a bf16 model.
 
@@ -62,7 +63,6 @@ def rank(
         python: Function of a trial, or an experiment.
         dumps: Dumps of x, w and dy, as `ablate conform` reads them.
         batches: Batches, or steps of --python.
-        as_json: Print JSON instead of a table.
     """
     names = list(dict.fromkeys(recipes or (PRESETS if every else DEFAULT)))
     sources = [source for source in (model, python, dumps) if source is not None]

@@ -201,6 +201,7 @@ ModelName = Annotated[
         "--model", help="Folder with config.json, or name on the Hugging Face hub: names layers and blocks."
     ),
 ]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")]
 Blocks = Annotated[
     int | None,
     typer.Option(
@@ -251,7 +252,7 @@ def export(
     turn: Set = None,
     model: ModelName = None,
     blocks: Blocks = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o")] = None,
+    out: Out = None,
 ) -> None:
     """Write a recipe as what a training stack reads, with every argument.
 
@@ -260,7 +261,6 @@ def export(
 
     Args:
         target: Training stack.
-        out: File to write; default: print.
     """
     recipe = resolve(source, turn or [], flags)
     if target in ("json", "yaml"):
@@ -274,16 +274,11 @@ def export(
 
 
 @app.command("import")
-def import_recipe(
-    options: JobOptions, out: Annotated[Path | None, typer.Option("--out", "-o")] = None
-) -> None:
+def import_recipe(options: JobOptions, out: Out = None) -> None:
     """Print the recipe that a training stack's configuration stands for, as a recipe file.
 
     Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
     counterpart here is refused, by its field, and so is an argument that the stack ignores.
-
-    Args:
-        out: File to write; default: print.
     """
     job, recipe, *_ = options.read()
     if ignored := job.ignored():

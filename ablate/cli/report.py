@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ablate.cli.common import DONE, FAILED, console, print_starting
-from ablate.cli.options import MlflowFlags, complete_sweeps, sweep_names
+from ablate.cli.options import MlflowFlags, Sweeps, sweep_names
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
 from ablate.execution.tracking.access import log_report
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 def report(
     flags: MlflowFlags,
-    experiments: Annotated[
-        list[str] | None, typer.Argument(metavar="[X]...", autocompletion=complete_sweeps)
-    ] = None,
+    experiments: Sweeps = None,
     notebook: Annotated[
         list[str] | None,
         typer.Option(
