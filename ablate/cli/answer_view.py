@@ -54,10 +54,6 @@ _ASKED: list[Column[Line]] = [
     WORD,
 ]
 """Columns of the comparisons that the question names."""
-_FLOORS = {
-    "data/unigram_entropy": "A model that ignores context reaches {:.2f}.",
-}
-"""Sentences below a table of losses, with the loss of a trivial model, by name of a fact about the data."""
 
 
 def print_answer(
@@ -177,6 +173,7 @@ def _print_tables(
 def how_to_read(experiment: Experiment, arms: list[ArmSummary], valid: bool) -> str:
     """Return a few sentences that explain the table; without a valid answer, trivial losses alone."""
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
-    floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]
+    entropy = facts.get("data/unigram_entropy")
+    floors = [] if entropy is None else [f"A model that ignores context reaches {entropy:.2f}."]
     meaning = [estimand(experiment.keys.design, arms)] if experiment.keys.design else []
     return " ".join((*meaning, reading(arms), *floors) if valid else floors)

@@ -110,15 +110,13 @@ def _table(candidates: "Sequence[Candidate]", chosen: "Candidate", arms: int) ->
     numbers = ("known-bad arm", "deviation", "s a seed", "t after 1 h", "± at 3, 5, 8 seeds")
     table = plain_table("design", *numbers, right=numbers)
     for one in sorted(candidates, key=lambda each: -each.sharpness(arms)):
-        effect, deviation = f"{one.effect:+.2g} ±{one.effect_error:.1g}", f"{one.deviation:.2g}"
-        widths = ", ".join(f"{one.half_width(seeds):.2g}" for seeds in (3, 5, 8))
-        cells = (
+        table.add_row(
             one.name,
-            effect,
-            deviation,
+            f"{one.effect:+.2g} ±{one.effect_error:.1g}",
+            f"{one.deviation:.2g}",
             f"{one.seconds(arms):.0f}",
             f"{one.sharpness(arms):.1f}",
-            widths,
+            ", ".join(f"{one.half_width(seeds):.2g}" for seeds in (3, 5, 8)),
+            style="bold" if one is chosen else "",
         )
-        table.add_row(*cells, style="bold" if one is chosen else "")
     return table

@@ -50,20 +50,26 @@ def machine_of(capability: str | None, device: str | None) -> Machine | None:
         return rented_machine(capability)
 
 
-def require_contracts(file: Path, experiment: Experiment, device: str) -> None:
-    """Raise InputError if a function that a recipe names breaks its contract, before any trial runs."""
+def read(
+    file: Path,
+    flags: DeviceFlags | SweepFlags,
+    seeds: int | None,
+    capability: str | None,
+    **more: object,
+) -> tuple[Settings, Experiment]:
+    """Return the settings of a command and its experiment; for another machine, which `--capability`
+    describes, as if this one had its GPU. `more`: values of further options, by field of `Settings`.
+    InputError also if a function that a recipe names breaks its contract, before any trial runs."""
+    if machine := machine_of(capability, flags.device):
+        settings = replace(flags.settings(**more | {"device": "cuda"}), device_note="")
+        return settings, load(file, settings.device, seeds, machine)
+    settings = flags.settings(**more)
+    experiment = load(file, settings.device, seeds)
     if functions := own_functions(experiment):
         from ablate.verification.function_checks import require  # torch: only if there is something to try
 
-        require(file, functions, device)
-
-
-def settings_for(machine: Machine | None, flags: DeviceFlags | SweepFlags, **more: object) -> Settings:
-    """Return the settings of a command; for another machine, which `--capability` describes, as if this one
-    had its GPU. `more`: values of further options, by field of `Settings`."""
-    if machine is None:
-        return flags.settings(**more)
-    return replace(flags.settings(**more | {"device": "cuda"}), device_note="")
+        require(file, functions, settings.device)
+    return settings, experiment
 
 
 def plan(
@@ -76,11 +82,7 @@ def plan(
     """Show the arms and trials of an experiment, how many are done, and an estimate of the time for the rest.
     Runs nothing.
     """
-    machine = machine_of(capability, flags.device)
-    settings = settings_for(machine, flags)
-    experiment = load(file, settings.device, seeds, machine)
-    if machine is None:
-        require_contracts(file, experiment, settings.device)
+    settings, experiment = read(file, flags, seeds, capability)
     if as_json:
         console(as_json).document(as_data(experiment, settings))
     else:

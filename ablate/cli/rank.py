@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +85,12 @@ def rank(
             found = operand_capture.of_model(model, batches)
         else:
             found = operand_capture.built_in(batches, note) if dumps is None else _dumped(dumps)
-    started, show = time.monotonic(), _progress(note, found.total)
+    started, due = time.monotonic(), Due(_SILENT_SECONDS)
+
+    def show(count: int) -> None:
+        if due():
+            note(f"{count / found.total:.0%} of the operands cast")
+
     measured = measure(made, found.batches, found.layers, found.fixed, progress=show, titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     if model is None and dumps is None:
@@ -95,17 +100,6 @@ def rank(
     screen = Screen(width=100, quiet=as_json)
     screen.document(ranking.document() | {"measured_on": about})
     _print(screen, ranking, f"{about}, {time.monotonic() - started:.1f} s")
-
-
-def _progress(note: Callable[[str], None], total: int) -> Callable[[int], None]:
-    """Return a function that notes the share of `total` that is finished, if the last line is old."""
-    due = Due(_SILENT_SECONDS)
-
-    def show(count: int) -> None:
-        if due():
-            note(f"{count / total:.0%} of the operands cast")
-
-    return show
 
 
 def _described(found: "Capture", measured: "Sequence[RecipeErrors]", others: Collection[str]) -> str:

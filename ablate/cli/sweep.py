@@ -31,7 +31,7 @@ from ablate.cli.common import (
 )
 from ablate.cli.jobs import JobOptions, export_jobs
 from ablate.cli.options import CheckCommand, ExperimentFile, Seeds, SweepFlags
-from ablate.cli.plan import machine_of, require_contracts, settings_for, show
+from ablate.cli.plan import read, show
 from ablate.cli.report import make
 from ablate.cli.settings import Settings, writable
 from ablate.errors import InputError, one_line, redact
@@ -42,9 +42,9 @@ from ablate.execution.sweep_control import check, holder
 from ablate.execution.time_model import MachinePaces
 from ablate.execution.tracking.access import check_login
 from ablate.execution.tracking.tracker import open_trackers
-from ablate.experiment.load import Experiment, load
+from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import remarks
-from ablate.files import Busy, Json, lock
+from ablate.files import Busy, lock
 from ablate.provenance import other_package, own_command
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.plain_text import duration, wrapped
@@ -212,11 +212,10 @@ class SweepRun:
         self.screen.lines(*(self.hook.troubles() if self.hook else ()))
 
     def _notify(self, event: str, status: str) -> None:
-        if self.hook:
-            self.hook.tell(self._message(event, status, time.time() - self.started))
-
-    def _message(self, event: str, status: str, seconds: float) -> dict[str, Json]:
-        """Return the content of a notification; `text` is the summary that a chat shows."""
+        """Send a notification, whose `text` is the summary that a chat shows."""
+        if self.hook is None:
+            return
+        seconds = time.time() - self.started
         name, trials, table, text = self.experiment.name, list[Member](), "", status
         path = self.settings.state / "sweeps" / name / "ledger.db"
         try:
@@ -229,17 +228,19 @@ class SweepRun:
             trials, text = [], str(error)
         counts = Counter(trial.status for trial in trials)
         failed = [trial for trial in trials if trial.status in ("failed", "oom")]
-        return {
-            "event": event,
-            "sweep": name,
-            "question": self.experiment.keys.question,
-            "status": status,
-            "seconds": round(seconds, 1),
-            "counts": dict(counts),
-            "failures": [f"{trial.name} seed={trial.seed}: {trial.reason}" for trial in failed],
-            "table": table,
-            "text": f"{name}: {text}" + ", ".join(f"{number} {word}" for word, number in counts.items()),
-        }
+        self.hook.tell(
+            {
+                "event": event,
+                "sweep": name,
+                "question": self.experiment.keys.question,
+                "status": status,
+                "seconds": round(seconds, 1),
+                "counts": dict(counts),
+                "failures": [f"{trial.name} seed={trial.seed}: {trial.reason}" for trial in failed],
+                "table": table,
+                "text": f"{name}: {text}" + ", ".join(f"{number} {word}" for word, number in counts.items()),
+            }
+        )
 
 
 def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: JobOptions) -> None:
@@ -249,8 +250,7 @@ def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: 
     failed or the baseline diverged on every seed, 2 bad input, 3 budget reached, 130 interrupted, 143 ended
     by SIGTERM.
     """
-    machine = machine_of(jobs.capability, flags.device)
-    if machine and jobs.export_jobs is None and not options.dry_run:
+    if jobs.capability and jobs.export_jobs is None and not options.dry_run:
         raise InputError(
             "--capability: describes another machine; add --export-jobs FOLDER, or use `ablate plan`"
         )
@@ -258,11 +258,8 @@ def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: 
         raise InputError("--sbatch: its options are those of job arrays; add --export-jobs FOLDER")
     if options.detach and jobs.export_jobs is not None:
         raise InputError("--detach: --export-jobs runs nothing; leave one of the two out")
-    settings = settings_for(machine, flags, notify=options.notify)
     print_starting(f"reading {file} and its data", quiet=options.quiet or not sys.stderr.isatty())
-    experiment = load(file, settings.device, options.seeds, machine)
-    if machine is None:
-        require_contracts(file, experiment, settings.device)
+    settings, experiment = read(file, flags, options.seeds, jobs.capability, notify=options.notify)
     if options.dry_run:
         show(experiment, settings)
         return
