@@ -48,8 +48,6 @@ from ablate.store.verify import verify
 if TYPE_CHECKING:
     from ablate.execution.projections import Mirror
 
-Points = list[dict[str, Json]]
-"""Knobs of the points that a search proposed, by number."""
 _IDENTITY = re.compile(rb"id([0-9a-f]{32})")
 """Pattern of the sweep's identity in the bytes of the ledger. It is stored nowhere else, and MLflow's runs
 are found by it.
@@ -120,7 +118,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         kept = put_aside(path)
         identity = None if foreign else _identity(kept)
         screen.lines(f"The old ledger ({why}) is kept as {kept}.")
-    points: Points = []
+    points: list[dict[str, Json]] = []
     given_up: dict[int, int] = {}
     if experiment.keys.search:
         from ablate.execution.search import journal
@@ -133,8 +131,8 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         ledger.facts.id = identity
     # MLflow may have records of unfinished trials that only the old ledger had.
     ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
-    lost = _lost(ledger, identity, experiment, points)
-    screen.lines(*news, *_recovered(ledger, experiment, points), *lost)
+    lost = _lost(ledger, identity, experiment, len(points))
+    screen.lines(*news, *_recovered(ledger, experiment, len(points)), *lost)
     ledger.close()
     screen.lines(f"`ablate sweep {quote(str(file))}` runs the missing trials.")
 
@@ -165,22 +163,22 @@ def _identity(kept: Path) -> str | None:
     return match[1].decode() if match else None
 
 
-def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[str]:
+def _recovered(ledger: Ledger, experiment: Experiment, proposed: int) -> list[str]:
     counts = Counter({member.trial: member.status for member in ledger.members()}.values())
     total, waiting = counts.total(), counts.pop("pending", 0)
     finished = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none finished"
-    proposed = f", {len(points)} points of the search" if experiment.keys.search else ""
+    points = f", {proposed} points of the search" if experiment.keys.search else ""
     records = f"{ledger.record_count():,} records"
     rest = f"{waiting} trials are not finished; each continues from its last checkpoint."
-    recovered = f"{len(ledger.arms())} arms{proposed}, {total} trials ({finished}) with {records}."
+    recovered = f"{len(ledger.arms())} arms{points}, {total} trials ({finished}) with {records}."
     return [f"Recovered: {recovered}", *[rest] * bool(waiting)]
 
 
-def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, points: Points) -> list[str]:
+def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, proposed: int) -> list[str]:
     lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
     if not any(arm.role == "foreign" for arm in ledger.arms()):
         lost.append("runs that `ablate judge --into` added, if they have no judged.json")
-    if experiment.keys.search and not points:
+    if experiment.keys.search and not proposed:
         lost.append(
             "the points of the search (its journal has none; it restarts, and reuses finished trials)"
         )
@@ -196,12 +194,13 @@ _LOOK_SECONDS = 0.25
 
 
 def _sync(settings: Settings, sweeps: list[str] | None, anew: bool, timeout: float) -> int:
-    """Send to MLflow the records that it does not have yet, each once, and return the exit status.
+    """Send to MLflow the records that it does not have yet, each once, and return the exit status. A sweep
+    that cannot be sent is an InputError if it was named, and otherwise a printed line.
 
     `sweeps`: names or YAML files; None: all; `anew`: send all records again; `timeout`: seconds without
     progress after which it gives up.
     """
-    screen = console()
+    screen, status = console(), DONE
     if settings.mlflow is None:
         raise InputError(
             f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"
@@ -211,7 +210,24 @@ def _sync(settings: Settings, sweeps: list[str] | None, anew: bool, timeout: flo
     _refuse_damaged(settings, anew, bool(sweeps))
     try:
         with raise_on_sigterm():
-            return _sync_all(selected, bool(sweeps), settings, anew, timeout, screen)
+            for number, folder in enumerate(selected):
+                try:
+                    with lock(folder / "lock", wait=False):
+                        complete = _sync_one(folder, settings, anew, timeout, screen)
+                except (InputError, Busy) as error:
+                    ended = isinstance(error, InputError)
+                    running = f"{folder.name}: is running ({error}), and sends its own records"
+                    why = str(error) if ended else running
+                    if sweeps:
+                        raise InputError(why) from None
+                    screen.lines(why)
+                    status = FAILED if ended else status
+                    continue
+                if not complete:
+                    if rest := ", ".join(path.name for path in selected[number + 1 :]):
+                        screen.lines(f"Not tried: {rest}")
+                    return FAILED
+            return status
     except KeyboardInterrupt as error:
         code, description = interruption(error)
         screen.print(f"{description}. MLflow keeps what was sent; the same command sends the rest.")
@@ -231,31 +247,6 @@ def _refuse_damaged(settings: Settings, anew: bool, named: bool) -> None:
     if running or not replaces:
         raise InputError(f"{path}: damaged ({why}){remedy}")
     put_aside(path)
-
-
-def _sync_all(
-    sweeps: list[Path], named: bool, settings: Settings, anew: bool, timeout: float, screen: Screen
-) -> int:
-    """Send the records of one sweep after another and return the exit status. A sweep that cannot be sent is
-    an InputError if it was named, and otherwise a printed line."""
-    status = DONE
-    for number, folder in enumerate(sweeps):
-        try:
-            with lock(folder / "lock", wait=False):
-                complete = _sync_one(folder, settings, anew, timeout, screen)
-        except (InputError, Busy) as error:
-            ended = isinstance(error, InputError)
-            why = str(error) if ended else f"{folder.name}: is running ({error}), and sends its own records"
-            if named:
-                raise InputError(why) from None
-            screen.lines(why)
-            status = FAILED if ended else status
-            continue
-        if not complete:
-            if rest := ", ".join(path.name for path in sweeps[number + 1 :]):
-                screen.lines(f"Not tried: {rest}")
-            return FAILED
-    return status
 
 
 def _sync_one(folder: Path, settings: Settings, anew: bool, timeout: float, screen: Screen) -> bool:

@@ -180,7 +180,8 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
                 "differs": result.parts,
                 "origin": result.origin,
                 "same_trials": result.same,
-                "difference": result.difference and _numbers(result.difference),
+                "difference": result.difference
+                and {name: getattr(result.difference, name) for name in ("mean", "low", "high", "pairs")},
                 "why_none": result.why,
                 "unverified": unsealed,
             }
@@ -206,11 +207,6 @@ def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | Non
     if colon and arm not in arms:
         raise InputError(f"{word}: {ledger.name} has no such arm; {nearest(arm, arms)}")
     return ledger, arm if colon else None
-
-
-def _numbers(difference: "Difference") -> dict[str, float | int | None]:
-    low, high = (difference.low, difference.high) if difference.has_interval else (None, None)
-    return {"mean": difference.mean, "low": low, "high": high, "pairs": difference.pairs}
 
 
 def _sentence(metric: str, seeds: int, same: int, difference: "Difference | None", why: str) -> str:
