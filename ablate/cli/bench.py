@@ -29,10 +29,7 @@ from ablate.verification.bench_runs import Line, Stepper, in_both_modes, stepper
 app = App(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
 Rounds = Annotated[int, typer.Option(min=1, help="Number of interleaved rounds; the median is reported.")]
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[PRESET]...", help="Presets besides bf16; default: fp32 and nvfp4."),
-]
+Presets = Annotated[list[str] | None, typer.Argument(metavar="[PRESET]...")]
 OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure on.")]
 FORMS = {
     **dict.fromkeys(("ms", "forward ms", "backward ms"), "{:.3g}"),
@@ -145,7 +142,7 @@ class GptOptions:
 @app.command()
 def step(
     gpt: GptOptions,
-    presets: Names = None,
+    presets: Presets = None,
     rounds: Rounds = 9,
     all_presets: bool = False,
     compiled: Annotated[bool, typer.Option("--compile")] = False,
@@ -160,6 +157,7 @@ def step(
     fp32_out. On a GPU the time is not divided by operation; --trace shows its kernels.
 
     Args:
+        presets: Presets besides bf16; default: fp32 and nvfp4.
         all_presets: Time every preset, each in its default mode alone.
         compiled: Also time each preset with compile: true; takes half a minute more.
         trace: Folder for a profiler trace of each preset's step.
@@ -218,7 +216,7 @@ class LayerOptions:
 @app.command()
 def linear(
     layers: LayerOptions,
-    presets: Annotated[list[str] | None, typer.Argument(metavar="[PRESET]...")] = None,
+    presets: Presets = None,
     rounds: Rounds = 5,
     device: Literal["cpu", "cuda"] | None = None,
     *,

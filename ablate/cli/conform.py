@@ -13,8 +13,7 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_starting
 from ablate.cli.options import JsonOption
-from ablate.errors import InputError, as_input_error, first_line, nearest, one_line
-from ablate.recipes import PRESETS
+from ablate.errors import InputError, as_input_error, first_line, one_line
 from ablate.verification.conformance.result import Row, counts
 
 if TYPE_CHECKING:
@@ -67,7 +66,11 @@ def conform(
     # What a subject prints must not stand within the JSON document.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         if demo:
-            findings = _demonstrated(screen, show)
+            from ablate.verification.conformance import demo as fault
+            from ablate.verification.conformance.run import conform as examine
+
+            screen.print(fault.STORY)
+            findings = examine(fault.faulty(), fault.RECIPE, only=fault.PROPERTIES, show=show)
         else:
             findings = _examined(subject, recipe, only, device, seed, show)
     seconds = time.monotonic() - started
@@ -91,14 +94,11 @@ def _alike(row: Row) -> tuple[str, str]:
 def _examined(
     subject: str, recipe: str, only: list[str] | None, device: str, seed: int | None, show: Any
 ) -> "Findings":
-    if recipe not in PRESETS and not Path(recipe).suffix:
-        raise InputError(f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}")
     from ablate.experiment.recipe_source import load
     from ablate.verification.conformance.source import find, names
 
     with as_input_error(ValueError, before="--as "):
         made = load(recipe)
-
     if subject not in names() and Path(subject).is_file() and Path(subject).suffix in (".safetensors", ".pt"):
         raise InputError(f"{subject}: give the folder of the dumps, {Path(subject).parent}")
     if subject not in names() and Path(subject).is_dir():
@@ -118,14 +118,6 @@ def _examined(
     from ablate.verification.conformance.run import conform as examine
 
     return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed or 0, show=show)
-
-
-def _demonstrated(screen: Screen, show: Any) -> "Findings":
-    from ablate.verification.conformance import demo
-    from ablate.verification.conformance.run import conform as examine
-
-    screen.print(demo.STORY)
-    return examine(demo.faulty(), demo.RECIPE, only=demo.PROPERTIES, show=show)
 
 
 # --- printing -------------------------------------------------------------------------------------

@@ -99,13 +99,11 @@ def _compare(folder: Path, state: Path) -> Verified:
 
 
 def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
-    statuses = [read(folder, Store(state), _about) for folder in sweeps]
+    def said(folder: Path, ledger: Ledger) -> dict[str, str]:
+        return current(state / "reports" / folder.name, ledger)
+
+    statuses = [read(folder, Store(state), said) for folder in sweeps]
     return sorted(statuses, key=lambda sweep: (sweep.controller is None, sweep.quiet_s or 0.0))
-
-
-def _about(folder: Path, ledger: Ledger) -> dict[str, str]:
-    """Return what a report that shows the present state of the sweep says; empty without one."""
-    return current(folder.parents[1] / "reports" / folder.name, ledger)
 
 
 # Drawing
