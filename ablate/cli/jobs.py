@@ -24,8 +24,8 @@ from ablate.execution.job_array import REQUEUE, Jobs, Need, Task, export, reques
 from ablate.execution.job_array import collect as copy_trials
 from ablate.execution.messages import Ended, Events, Waiting
 from ablate.execution.progress import RunOptions
+from ablate.execution.sweep_control import exclusive
 from ablate.experiment.load import Experiment, load
-from ablate.files import Busy, lock
 from ablate.results.number_text import counted
 from ablate.store.trial_store import Store
 
@@ -101,15 +101,11 @@ def collect(folder: Path, flags: Flags) -> None:
     writable(settings.state, settings.shared_state)
     machine = machine_of(jobs.capability, jobs.device)
     experiment = load(Path(jobs.file), jobs.device, jobs.seeds, machine)
-    place = settings.state / "sweeps" / experiment.name
-    try:
-        with lock(place / "lock", wait=False):
-            found = list(copy_trials(folder, jobs, Store(settings.state)))
-            controller = Controller(experiment, settings.state, jobs.device, nothing_runs, None)
-            with closing(controller.ledger):
-                news = controller.adopt()
-    except Busy as busy:
-        raise InputError(f"{jobs.file}: another process ({busy}) runs this sweep") from None
+    with exclusive(settings.state / "sweeps" / experiment.name, jobs.file):
+        found = list(copy_trials(folder, jobs, Store(settings.state)))
+        controller = Controller(experiment, settings.state, jobs.device, nothing_runs, None)
+        with closing(controller.ledger):
+            news = controller.adopt()
     screen, counts = console(), Counter(each.status for each in found)
     screen.print(", ".join(f"{number} {status}" for status, number in counts.items()), markup=False)
     for each in found:

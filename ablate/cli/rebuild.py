@@ -32,7 +32,7 @@ from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
-from ablate.execution.sweep_control import check, damage, holder, put_aside
+from ablate.execution.sweep_control import check, damage, exclusive, holder, put_aside
 from ablate.execution.tracking.access import check_login, import_client
 from ablate.execution.tracking.database import unusable
 from ablate.execution.tracking.mlflow_tracker import behind
@@ -88,11 +88,8 @@ def rebuild(
     folder = settings.state / "sweeps" / experiment.name
     if not folder.exists():
         raise InputError(f"{folder}: there is no such folder, so this sweep has never run")
-    try:
-        with lock(folder / "lock", wait=False):
-            _rebuild(experiment, file, folder, settings.state, settings.device, force)
-    except Busy as busy:
-        raise InputError(f"{file}: another process ({busy}) runs this sweep") from None
+    with exclusive(folder, file):
+        _rebuild(experiment, file, folder, settings.state, settings.device, force)
 
 
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:

@@ -37,14 +37,13 @@ from ablate.cli.settings import Settings, writable
 from ablate.errors import InputError, one_line, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
-from ablate.execution.progress import Outcome, Progress, RunOptions
-from ablate.execution.sweep_control import check, holder
+from ablate.execution.progress import Outcome, RunOptions
+from ablate.execution.sweep_control import check, exclusive, holder
 from ablate.execution.time_model import MachinePaces
 from ablate.execution.tracking.access import check_login
 from ablate.execution.tracking.tracker import open_trackers
 from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import remarks
-from ablate.files import Busy, lock
 from ablate.provenance import other_package, own_command
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.plain_text import duration, wrapped
@@ -54,6 +53,7 @@ from ablate.store.databases import network_file_system
 from ablate.store.ledger_rows import Member
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
+_ADVICE = "; wait for it, or use another --state"
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,10 @@ class SweepRun:
                         if step.done < step.total:
                             executor.begin()  # in parallel with the imports that follow
                         view.show(step)
-                        self._notify_failure(step)
+                        if step.failed and not self.failed:
+                            self._notify("trial failed", "running")
+                        self.failed = step.failed
+                        self.screen.lines(*(self.hook.troubles() if self.hook else ()))
         except ClusterLost as error:
             self.screen.lines(
                 f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on."
@@ -203,13 +206,6 @@ class SweepRun:
         line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
         more = f"{line}; with MLflow: {command}" if index.exists() else line
         self.screen.lines(more if len(more) <= self.screen.width else line)
-
-    def _notify_failure(self, progress: Progress) -> None:
-        """Send a notification of the first failure, and print errors of the notification hook."""
-        if progress.failed and not self.failed:
-            self._notify("trial failed", "running")
-        self.failed = progress.failed
-        self.screen.lines(*(self.hook.troubles() if self.hook else ()))
 
     def _notify(self, event: str, status: str) -> None:
         """Send a notification, whose `text` is the summary that a chat shows."""
@@ -272,21 +268,18 @@ def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: 
     folder = settings.state / "sweeps" / experiment.name
     if options.detach:
         raise typer.Exit(_detach(file, folder, settings, options))
-    try:
-        with lock(folder / "lock", wait=False), raise_on_sigterm():
-            check(folder, str(file))
-            if options.ready is not None:
-                os.write(options.ready, b"1")
-                os.close(options.ready)
-            if jobs.export_jobs is not None:
-                export_jobs(file, experiment, settings, kept, options.seeds, jobs.export_jobs, jobs)
-                raise typer.Exit(DONE)
-            ray = "" if settings.executor == "inline" else ", Ray"
-            task = f"reading finished trials; for missing ones torch, a check{ray}"
-            print_starting(task, quiet=options.quiet)
-            raise typer.Exit(run.run(notes))
-    except Busy as busy:
-        raise _sweep_busy(file, str(busy)) from None
+    with exclusive(folder, file, _ADVICE), raise_on_sigterm():
+        check(folder, str(file))
+        if options.ready is not None:
+            os.write(options.ready, b"1")
+            os.close(options.ready)
+        if jobs.export_jobs is not None:
+            export_jobs(file, experiment, settings, kept, options.seeds, jobs.export_jobs, jobs)
+            raise typer.Exit(DONE)
+        ray = "" if settings.executor == "inline" else ", Ray"
+        task = f"reading finished trials; for missing ones torch, a check{ray}"
+        print_starting(task, quiet=options.quiet)
+        raise typer.Exit(run.run(notes))
 
 
 def _require_runnable(file: Path, experiment: Experiment, settings: Settings) -> list[str]:
@@ -303,12 +296,6 @@ def _require_runnable(file: Path, experiment: Experiment, settings: Settings) ->
     return notes
 
 
-def _sweep_busy(file: Path, holder: str) -> InputError:
-    return InputError(
-        f"{file}: another process ({holder}) runs this sweep; wait for it, or use another --state"
-    )
-
-
 # One run in a process that outlives the terminal
 
 
@@ -316,7 +303,7 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     """Start the same sweep in a new session, wait until it has its lock and a sound ledger, and return the
     exit status. If the process ends before that, print its output and return its exit status."""
     if running := holder(folder):
-        raise _sweep_busy(file, str(running))
+        raise InputError(f"{file}: another process ({running}) runs this sweep{_ADVICE}")
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "console.txt"
     begun, ready = os.pipe()

@@ -11,12 +11,13 @@ import json
 import os
 import sqlite3
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypedDict
 
 from ablate.errors import InputError
-from ablate.files import Holder, holder_of, write
+from ablate.files import Busy, Holder, holder_of, lock, write
 from ablate.store.checked_ledger import refusal
 from ablate.store.databases import misplaced, open_readonly, quick_check
 from ablate.store.ledger import Ledger
@@ -47,6 +48,16 @@ def changed(folder: Path) -> float:
 def holder(folder: Path) -> Holder | None:
     """Return the process that runs the sweep; None if none does. It never blocks a controller."""
     return holder_of(folder / "lock")
+
+
+@contextmanager
+def exclusive(folder: Path, subject: object, advice: str = "") -> Iterator[None]:
+    """Hold the lock of a sweep within the block; InputError, with an advice, if another process does."""
+    try:
+        with lock(folder / "lock", wait=False):
+            yield
+    except Busy as busy:
+        raise InputError(f"{subject}: another process ({busy}) runs this sweep{advice}") from None
 
 
 # Soundness of the ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
-from ablate.execution.sweep_control import check, damage, put_aside
+from ablate.execution.sweep_control import check, damage, exclusive, put_aside
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
 from ablate.files import Busy, Json, lock, no_folder_name
@@ -85,36 +85,33 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
     (folder,) = folders(state, [name])
     if why := absent(path := folder / "ledger.db"):
         raise InputError(why)
-    try:
-        check(path.parent, "")
-        with lock(path.parent / "lock", wait=False), closing(Ledger(path)) as ledger:
-            if Judged.alone(ledger):
-                raise InputError(f"--into {name}: it holds judged runs alone; judge all files together")
-            metric = _metric_of_sweep(ledger, question)
-            base, series = _baseline(ledger, question.against), metric.name
-            done = (each for each in ledger.members() if each.status == "done" and each.role != "foreign")
-            own = sorted({max(ledger.series(member.trial, series), default=-1) for member in done})
-            steps = [run.records.get(series, ()) for run in found.runs]
-            at = next((end for end in own[::-1] if any(end in each for each in steps)), None)
-            chosen, more = comparable(found.runs, replace(question, metric=series, at=at), metric)
-            theirs = {last_until(run.records[series], chosen.steps) for run in chosen.runs}
-            if own and theirs.difference(own):
-                there, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
-                raise InputError(f"the last {series} is of step {there}, and of step {here} in {ledger.name}")
-            reading = _reading(found, chosen, more)
-            before = Judged.of(ledger) or Judged([])
-            kept = [part for each in before.readings if (part := each.without(reading.arms))]
-            origin = Judged([*kept, reading], times=before.times)
-            with ledger.transaction():
-                numbers = {}
-                for arm in reading.arms:
-                    numbers[arm] = ledger.add_arm(f"{ELSEWHERE}{arm}", {}, base.arm, None, "foreign")
-                    ledger.withdraw(numbers[arm])
-                add_runs(ledger, numbers, chosen)
-                origin.judged(_now(metric, replace(question, against=base.name))).write(ledger)
-                more += keep(ledger, Store(state))
-    except Busy as busy:
-        raise InputError(f"--into {name}: another process ({busy}) runs this sweep; wait for it") from None
+    check(path.parent, "")
+    with exclusive(path.parent, f"--into {name}", "; wait for it"), closing(Ledger(path)) as ledger:
+        if Judged.alone(ledger):
+            raise InputError(f"--into {name}: it holds judged runs alone; judge all files together")
+        metric = _metric_of_sweep(ledger, question)
+        base, series = _baseline(ledger, question.against), metric.name
+        done = (each for each in ledger.members() if each.status == "done" and each.role != "foreign")
+        own = sorted({max(ledger.series(member.trial, series), default=-1) for member in done})
+        steps = [run.records.get(series, ()) for run in found.runs]
+        at = next((end for end in own[::-1] if any(end in each for each in steps)), None)
+        chosen, more = comparable(found.runs, replace(question, metric=series, at=at), metric)
+        theirs = {last_until(run.records[series], chosen.steps) for run in chosen.runs}
+        if own and theirs.difference(own):
+            there, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
+            raise InputError(f"the last {series} is of step {there}, and of step {here} in {ledger.name}")
+        reading = _reading(found, chosen, more)
+        before = Judged.of(ledger) or Judged([])
+        kept = [part for each in before.readings if (part := each.without(reading.arms))]
+        origin = Judged([*kept, reading], times=before.times)
+        with ledger.transaction():
+            numbers = {}
+            for arm in reading.arms:
+                numbers[arm] = ledger.add_arm(f"{ELSEWHERE}{arm}", {}, base.arm, None, "foreign")
+                ledger.withdraw(numbers[arm])
+            add_runs(ledger, numbers, chosen)
+            origin.judged(_now(metric, replace(question, against=base.name))).write(ledger)
+            more += keep(ledger, Store(state))
     return more
 
 
