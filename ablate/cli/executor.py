@@ -52,7 +52,13 @@ class StartingExecutor:
         """Return the executor once the check has passed. Unfit if it has not: the executor is closed;
         ClusterError if Ray cannot be started or reached."""
         self.begin()
-        executor: Executor = self._inline() if self._pool is None else self._pool.result()
+        device, ranks = self._settings.device, self._resources.layout(self._settings.device).ranks
+        if self._pool is None and ranks > 1:
+            console().print(
+                f"Executor inline computes each trial on one rank instead of {ranks}: results differ only by"
+                " the order of additions."
+            )
+        executor: Executor = Inline(device) if self._pool is None else self._pool.result()
         try:
             self._checkup.passed()
         except BaseException:
@@ -69,14 +75,6 @@ class StartingExecutor:
                 self._pool.result().close()
             self._pool = None
         self._thread.shutdown()
-
-    def _inline(self) -> Inline:
-        if (ranks := self._resources.layout(self._settings.device).ranks) > 1:
-            console().print(
-                f"Executor inline computes each trial on one rank instead of {ranks}: results differ only by"
-                " the order of additions."
-            )
-        return Inline(self._settings.device)
 
 
 class View:
@@ -121,17 +119,14 @@ class View:
             self.console.print(self._renderable())
 
     def _renderable(self) -> Text:
+        """Return the state of the sweep in one line: what is cut off in a narrow terminal comes last."""
         if self._shown is None:
             return Text()
         progress, since = self._shown
-        return Text(progress_line(progress, self.clock() - since), no_wrap=True, overflow="ellipsis")
-
-
-def progress_line(progress: Progress, age: float = 0.0) -> str:
-    """Return the state of a sweep, as it was `age` seconds ago, in one line: what is cut off in a narrow
-    terminal comes last."""
-    failed = f", {progress.failed} failed" if progress.failed else ""
-    left = f", {time_left(progress.seconds_left - age)}" if progress.running else ""
-    running = ", ".join(f"{one_line(run.title)} step {run.step}/{run.steps}" for run in progress.running)
-    parts = [f"{progress.done}/{progress.total} runs{failed}{left}", running, progress.mlflow]
-    return "; ".join(one_line(part) for part in parts if part)
+        failed = f", {progress.failed} failed" if progress.failed else ""
+        age = self.clock() - since
+        left = f", {time_left(progress.seconds_left - age)}" if progress.running else ""
+        running = ", ".join(f"{one_line(run.title)} step {run.step}/{run.steps}" for run in progress.running)
+        parts = [f"{progress.done}/{progress.total} runs{failed}{left}", running, progress.mlflow]
+        line = "; ".join(one_line(part) for part in parts if part)
+        return Text(line, no_wrap=True, overflow="ellipsis")

@@ -56,7 +56,21 @@ def show(
         metric: Of all arms, those compared by this metric.
     """
     words = what or []
-    _refuse_misfits(words, form, out, workload or metric, as_json)
+    count = len(words)
+    if count > 2:
+        raise InputError(f"show takes two sweeps or arms at most, and there are {count}: {' '.join(words)}")
+    shown = ("all sweeps", "one sweep", "two sweeps or arms")[count]
+    if form and form not in _FORMS[count]:
+        known = "; it takes " + " or ".join(_FORMS[count]) if _FORMS[count] else ""
+        raise InputError(f"--to {form}: {shown} cannot be shown so{known}")
+    if as_json and count == 1:
+        raise InputError(
+            "--json: of one sweep there are tables, `--to csv`, and `ablate.reports.open` in Python"
+        )
+    if out and form not in ("csv", "parquet"):
+        raise InputError("--out: files are written with `--to csv` or `--to parquet`")
+    if (workload or metric) and count:
+        raise InputError(f"--workload and --metric choose among all arms, not within {shown}")
     folder = flags.settings().state
     if not words:
         _leaderboard(folder, workload, metric, as_json, form == "md")
@@ -70,26 +84,6 @@ def show(
 
         with closing(open_ledger(folder, words[0])) as ledger:
             print((page if form == "html" else markdown)(Comparisons(ledger)), end="")
-
-
-def _refuse_misfits(
-    words: list[str], form: _Form | None, out: Path | None, chosen: str | None, as_json: bool
-) -> None:
-    count = len(words)
-    if count > 2:
-        raise InputError(f"show takes two sweeps or arms at most, and there are {count}: {' '.join(words)}")
-    shown = ("all sweeps", "one sweep", "two sweeps or arms")[count]
-    known = "; it takes " + " or ".join(_FORMS[count]) if _FORMS[count] else ""
-    if form and form not in _FORMS[count]:
-        raise InputError(f"--to {form}: {shown} cannot be shown so{known}")
-    if as_json and count == 1:
-        raise InputError(
-            "--json: of one sweep there are tables, `--to csv`, and `ablate.reports.open` in Python"
-        )
-    if out and form not in ("csv", "parquet"):
-        raise InputError("--out: files are written with `--to csv` or `--to parquet`")
-    if chosen and count:
-        raise InputError(f"--workload and --metric choose among all arms, not within {shown}")
 
 
 def _leaderboard(

@@ -52,7 +52,17 @@ def stop(
         effect = f"{workers} trials at once from now on, if the machine or the cluster has room for them."
     else:
         order, effect = _stop_order(folder, arm, trial)
-    _send(folder, order, effect)
+    screen, order_file = console(), give(folder, order)
+    screen.lines(effect)
+    deadline = time.monotonic() + _ACCEPT_SECONDS
+    while order_file.exists() and time.monotonic() < deadline:
+        if holder(folder) is None:
+            with suppress(FileNotFoundError):  # accepted at the last moment
+                order_file.unlink()
+                raise InputError(f"{folder.name}: its controller ended before it accepted the order")
+        time.sleep(0.05)
+    pending = f"{folder.name} is busy; it accepts the order as soon as it can."
+    screen.lines(pending if order_file.exists() else "Accepted.")
 
 
 def _stop_order(folder: Path, arm: str | None, trial: str | None) -> tuple[Order, str]:
@@ -65,28 +75,20 @@ def _stop_order(folder: Path, arm: str | None, trial: str | None) -> tuple[Order
             raise InputError(f"--arm {arm}: no such arm; {hint}")
         return {"stop": "arm", "name": arm}, _stop_effect(f"Arm {arm}", selected)
     if trial is not None:
-        member = _find_trial(trial, members)
-        return {"stop": "trial", "id": member.id}, _stop_effect(f"Trial {member.id}", [member])
+        if not trial:
+            raise InputError(
+                "--trial: it is empty; give the first digits of a trial's id, as `ablate status` has it"
+            )
+        trials = {member.id: member for member in members}
+        if not (matches := [each for each in trials if each.startswith(trial)]):
+            raise InputError(f"--trial {trial}: no such trial; {nearest(trial, trials)}")
+        if len(matches) > 1:
+            listed = f"{len(matches)} trials have this prefix: {', '.join(matches[:6])}"
+            raise InputError(f"--trial {trial}: {listed}; give more digits")
+        effect = _stop_effect(f"Trial {matches[0]}", [trials[matches[0]]])
+        return {"stop": "trial", "id": matches[0]}, effect
     effect = f"{_stop_effect('The sweep', members)} Its command then ends with status 130."
     return {"stop": "sweep"}, effect
-
-
-def _find_trial(prefix: str, members: list[Member]) -> Member:
-    """Return the member whose trial id begins with `prefix`; InputError unless there is exactly one."""
-    if not prefix:
-        raise InputError(
-            "--trial: it is empty; give the first digits of a trial's id, as `ablate status` has it"
-        )
-    trials = {member.id: member for member in members}
-    matches = [trial for trial in trials if trial.startswith(prefix)]
-    if not matches:
-        raise InputError(f"--trial {prefix}: no such trial; {nearest(prefix, trials)}")
-    if len(matches) > 1:
-        listed = ", ".join(matches[:6])
-        raise InputError(
-            f"--trial {prefix}: {len(matches)} trials have this prefix: {listed}; give more digits"
-        )
-    return trials[matches[0]]
 
 
 def _stop_effect(subject: str, members: list[Member]) -> str:
@@ -104,20 +106,3 @@ def _stop_effect(subject: str, members: list[Member]) -> str:
             f"{subject} has already ended ({', '.join(sorted(counts))}): there is nothing to stop"
         )
     return f"{subject}: {' and '.join(parts)}; records are kept."
-
-
-def _send(folder: Path, order: Order, effect: str) -> None:
-    """Write the order, print its effect, and wait until the controller accepts it; withdraw it if the
-    controller has ended."""
-    screen = console()
-    order_file = give(folder, order)
-    screen.lines(effect)
-    deadline = time.monotonic() + _ACCEPT_SECONDS
-    while order_file.exists() and time.monotonic() < deadline:
-        if holder(folder) is None:
-            with suppress(FileNotFoundError):  # accepted at the last moment
-                order_file.unlink()
-                raise InputError(f"{folder.name}: its controller ended before it accepted the order")
-        time.sleep(0.05)
-    pending = f"{folder.name} is busy; it accepts the order as soon as it can."
-    screen.lines(pending if order_file.exists() else "Accepted.")
