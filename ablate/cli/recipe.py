@@ -25,12 +25,10 @@ from ablate.errors import InputError, as_input_error
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
-from ablate.files import Json
 from ablate.numerics.own import shown
 from ablate.numerics.spec import Quant, own_words
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
-from ablate.recipes.recipe import Layers
 from ablate.recipes.recipe_text import (
     EQUATIONS,
     block_scale,
@@ -46,7 +44,7 @@ from ablate.recipes.targets import TARGETS, Lost, Model
 from ablate.recipes.targets.experts import grouped_switches
 from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES
-from ablate.recipes.targets.model import skipped
+from ablate.recipes.targets.model import comparable
 from ablate.store.named_arms import members_of
 from ablate.training.models import described
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
@@ -306,7 +304,7 @@ def audit(source: Source, flags: Flags, turn: Set = None, *, options: JobOptions
     if stray := stray_switch(variables):
         screen.print(f"{stray} is set and changes numbers whatever the recipe is")
     with _input_errors(f"audit {source}"):
-        changes = list(differences(*_comparable(intended, found, facts)))
+        changes = list(differences(*comparable(intended, found, facts)))
     if not changes and not stray:
         screen.print(Text(f"The job trains by {source}.", "green"))
         raise typer.Exit(DONE)
@@ -333,44 +331,3 @@ def _put(text: str, out: Path | None, what: str) -> None:
     out.write_text(text, encoding="utf-8")
     replaced = "" if before in (None, text.encode()) else "; it replaced a file with other content"
     console().lines(f"{out}: {what}{replaced}")
-
-
-def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return both recipes as data in which equal placements of layers are equal. Layers are compared one by
-    one if they are known, by block if all rules name blocks, else as they are written."""
-    layers, rules = model.layers, (*one.layers.rules, *other.layers.rules)
-    by_block = bool(rules) and all({*rule.match.fields} == {"blocks"} for rule in rules)
-    if not layers and by_block and model.depth is not None:
-        layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(model.depth))
-    if not layers:
-        return _counted(one, "the intended recipe", model), _counted(other, "the job", model)
-    return _placed(one, layers), _placed(other, layers)
-
-
-def _placed(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Json]:
-    """Return a recipe with the products of each layer: a word, or all their fields."""
-    placed: dict[str, Json] = {}
-    for name, decider in recipe.layers.deciders(layers).items():
-        products = recipe.decided(decider)
-        if products is None or products.plain:
-            placed[name] = "high precision"
-        elif products == recipe.products:
-            placed[name] = "the recipe's products"
-        else:
-            placed[name] = products.model_dump(mode="json")
-    return recipe.model_dump(mode="json", exclude={"layers"}) | {"layers": placed}
-
-
-def _counted(recipe: Recipe, side: str, model: Model) -> dict[str, Json]:
-    """Return a recipe with the numbers of high-precision blocks at both ends; Lost, which names the side, if
-    it counts a share of an unknown number."""
-    if share := recipe.layers.last_fraction:
-        if model.depth is None:
-            raise Lost(
-                f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
-                " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
-            )
-        first, last = skipped(recipe, model.depth)
-        counted = Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)
-        recipe = recipe.model_copy(update={"layers": counted})
-    return recipe.model_dump(mode="json")

@@ -1,8 +1,9 @@
 """Facts of the user's model that a target may need, and the fields that no target can hold."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ablate.files import Json
 from ablate.numerics.spec import Spec, own_words
 from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.experts import Experts
@@ -149,3 +150,44 @@ def _assigned(recipe: Recipe, model: Model) -> object:
     if depth is None:
         return counts.rules, counts.skip_first, counts.skip_last, counts.last_fraction
     return counts.rules, [counts.quantises(block, depth) for block in range(depth)]
+
+
+def comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Return both recipes as data in which equal placements of layers are equal. Layers are compared one by
+    one if they are known, by block if all rules name blocks, else as they are written."""
+    layers, rules = model.layers, (*one.layers.rules, *other.layers.rules)
+    by_block = bool(rules) and all({*rule.match.fields} == {"blocks"} for rule in rules)
+    if not layers and by_block and model.depth is not None:
+        layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(model.depth))
+    if not layers:
+        return _counted(one, "the intended recipe", model), _counted(other, "the job", model)
+    return _placed(one, layers), _placed(other, layers)
+
+
+def _placed(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Json]:
+    """Return a recipe with the products of each layer: a word, or all their fields."""
+    placed: dict[str, Json] = {}
+    for name, decider in recipe.layers.deciders(layers).items():
+        products = recipe.decided(decider)
+        if products is None or products.plain:
+            placed[name] = "high precision"
+        elif products == recipe.products:
+            placed[name] = "the recipe's products"
+        else:
+            placed[name] = products.model_dump(mode="json")
+    return recipe.model_dump(mode="json", exclude={"layers"}) | {"layers": placed}
+
+
+def _counted(recipe: Recipe, side: str, model: Model) -> dict[str, Json]:
+    """Return a recipe with the numbers of high-precision blocks at both ends; Lost, which names the side, if
+    it counts a share of an unknown number."""
+    if share := recipe.layers.last_fraction:
+        if model.depth is None:
+            raise Lost(
+                f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
+                " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
+            )
+        first, last = skipped(recipe, model.depth)
+        counted = Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)
+        recipe = recipe.model_copy(update={"layers": counted})
+    return recipe.model_dump(mode="json")
