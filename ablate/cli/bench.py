@@ -5,9 +5,7 @@ Times are medians over interleaved rounds, on one thread; `spread` is the interq
 
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,12 +17,11 @@ from ablate.cli.common import console, plain_table, print_starting
 from ablate.cli.option_groups import App
 from ablate.cli.options import JsonOption
 from ablate.engines import AUTO, ENGINES
-from ablate.engines.hardware import Refusal, this_machine
-from ablate.errors import InputError, first_line, nearest
-from ablate.recipes import PRESETS, Recipe
+from ablate.errors import InputError, nearest
+from ablate.recipes import PRESETS
 from ablate.training.hyperparameters import MOST_LAYERS, MOST_SEQUENCES, MOST_WIDTH
 from ablate.verification import bench_runs, linear_layers, timing
-from ablate.verification.bench_runs import Line, Stepper, in_both_modes, stepper
+from ablate.verification.bench_runs import Line, enough_memory, in_both_modes
 
 app = App(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
@@ -119,7 +116,7 @@ def kernels(
         raise InputError("--builds: the builds are for CPUs; leave it out, or use --device cpu")
     output.begin()
     largest = max(sizes, key=math.prod)
-    with _within_memory("x".join(map(str, largest)), 8 * math.prod(largest), device):  # fp32, and a copy
+    with enough_memory("x".join(map(str, largest)), 8 * math.prod(largest), device):  # fp32, and a copy
         lines = bench_runs.quantiser_speeds(sizes, device, rounds, builds)
     output.show(lines, "bars", "Melem/s", "operation", "back end")
 
@@ -180,8 +177,8 @@ def step(
     asked = f"--layers {gpt.layers}, --width {gpt.width} and --tokens {gpt.tokens}"
     weights = 12 * gpt.layers * gpt.width**2  # in blocks, each with a gradient and two moments in fp32
     # And the outputs of a layer in bf16: torch would refuse them only after seconds of drawing tokens.
-    with _within_memory(asked, 16 * weights * len(recipes) + 2 * gpt.tokens * gpt.width, device):
-        steppers = _steppers(recipes, gpt, device, compiled)
+    with enough_memory(asked, 16 * weights * len(recipes) + 2 * gpt.tokens * gpt.width, device):
+        steppers = bench_runs.steppers(recipes, gpt.layers, gpt.width, gpt.tokens, device, compiled)
         lines = bench_runs.step_speeds(steppers, gpt.tokens, device, rounds, trace)
     output.show(lines, "shares", "step ms", "preset", (*timing.GROUPS, "rest"))
 
@@ -239,9 +236,14 @@ def linear(
     sizes = _layers(layers, target)
     output.begin()
     recipes = in_both_modes(names) if layers.wide else {name: PRESETS[name]() for name in names}
-    chosen = _engines(layers.engine, recipes, sizes, target)
+    engines = list(dict.fromkeys(layers.engine.split(",")))
+    if wrong := _unknown("engine", engines, [AUTO, *ENGINES], "--engine "):
+        raise InputError(*wrong)
+    chosen, remarks = linear_layers.cases(engines, recipes, sizes, target)
+    for remark in remarks:
+        print(remark, file=sys.stderr)
     largest = max(sizes, key=lambda shape: shape.bytes)
-    with _within_memory(largest.size, largest.bytes, target):
+    with enough_memory(largest.size, largest.bytes, target):
         found = linear_layers.layer_speeds(chosen, sizes, target, layers.weights, rounds)
     about = {
         "machine": linear_layers.machine(target),
@@ -272,50 +274,6 @@ def _device(asked: str | None) -> str:
     return asked or ("cuda" if available else "cpu")
 
 
-@contextmanager
-def _within_memory(asked: str, least: int, device: str) -> Iterator[None]:
-    """Raise InputError if the block needs more memory than there is.
-
-    `asked`: sizes as they were given; `least`: bytes of its largest tensors. More than are free are not
-    tried: Linux would grant them and end a process when they are written.
-    """
-    import psutil
-    import torch
-
-    from ablate.execution.trial_runner import out_of_memory
-
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-    larger = f"{asked}: larger than the memory of this {'GPU' if device == 'cuda' else 'machine'}"
-    if least > free:
-        raise InputError(
-            f"{larger}: at least {least / 2**30:,.1f} GiB are needed, and {free / 2**30:,.1f} GiB are free"
-        )
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        raise InputError(f"{larger}: {first_line(error)}; give smaller sizes") from None
-
-
-def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled: bool) -> dict[str, Stepper]:
-    """Return training steps by name; InputError if a preset would quantise nothing in so small a model."""
-
-    def made(recipe: Recipe, whole: bool = False) -> Stepper:
-        return stepper(recipe, gpt.layers, gpt.width, gpt.tokens, device, whole)
-
-    steppers = {name: made(recipe) for name, recipe in recipes.items()}
-    if kept := [name for name, run in steppers.items() if not (recipes[name].plain or run.quantised)]:
-        raise InputError(
-            f"--layers {gpt.layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so"
-            " small a model are in high precision; use --layers 2 or more"
-        )
-    if compiled:
-        whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
-        steppers |= {f"{name}, compiled": made(recipe, True) for name, recipe in whole.items()}
-    return steppers
-
-
 def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
     models, tokens = asked.models or [], asked.tokens
     wrong = _unknown("model", models, linear_layers.MODELS, "--model ")
@@ -328,42 +286,6 @@ def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
     for name in models:
         shapes += linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])
     return list(dict.fromkeys(shapes))
-
-
-def _engines(
-    asked: str, recipes: dict[str, Recipe], shapes: list[linear_layers.Shape], device: str
-) -> dict[linear_layers.Case, Recipe]:
-    """Return the recipes to time, by their names and engines. `auto` prints why it uses the emulator, and
-    several engines what each of them skips. InputError if the one given engine cannot run a recipe, if
-    nothing is left of several, or if there is no such engine."""
-    names = list(dict.fromkeys(asked.split(",")))
-    if wrong := _unknown("engine", names, [AUTO, *ENGINES], "--engine "):
-        raise InputError(*wrong)
-    if AUTO in names and len(names) > 1:
-        raise InputError(f"--engine {asked}: auto stands alone")
-    chosen: dict[str, list[str]] = {name: [linear_layers.PLAIN] * one.plain for name, one in recipes.items()}
-    here, skipped = this_machine(), list[str]()
-    for engine in names:
-        by = linear_layers.NATIVE if engine == AUTO else engine
-        refusals: dict[Refusal, list[str]] = defaultdict(list)
-        for name, recipe in recipes.items():
-            if recipe.plain:
-                continue
-            reason = linear_layers.refused(recipe, shapes, device, here, by)
-            if reason:
-                refusals[reason].append(name)
-            if not reason or engine == AUTO:
-                chosen[name].append(linear_layers.EMULATED if reason else by)
-        for reason, refused in refusals.items():
-            if engine == AUTO:
-                print(f"{', '.join(refused)}: emulated, since {reason.why}", file=sys.stderr)
-            else:
-                skipped.append(f"--engine {engine}: {', '.join(refused)}: {reason}")
-    if skipped and (len(names) == 1 or not any(by in names for engines in chosen.values() for by in engines)):
-        raise InputError(*skipped)
-    for line in skipped:
-        print(f"skipped: {line}", file=sys.stderr)
-    return {(name, by): recipes[name] for name, engines in chosen.items() for by in engines}
 
 
 def _with_bf16(names: list[str]) -> list[str]:

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ablate.errors import InputError, first_line
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.trial_run import Telemetry
 from ablate.verification import timing
@@ -20,6 +22,32 @@ if TYPE_CHECKING:
 
 Line = dict[str, str | float | dict[str, str] | None]
 """Line of the table: values by column."""
+
+
+@contextmanager
+def enough_memory(asked: str, least: int, device: str) -> Iterator[None]:
+    """Raise InputError if the block needs more memory than there is.
+
+    `asked`: sizes as they were given; `least`: bytes of its largest tensors. More than are free are not
+    tried: Linux would grant them and end a process when they are written.
+    """
+    import psutil
+    import torch
+
+    from ablate.execution.trial_runner import out_of_memory
+
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    larger = f"{asked}: larger than the memory of this {'GPU' if device == 'cuda' else 'machine'}"
+    if least > free:
+        raise InputError(
+            f"{larger}: at least {least / 2**30:,.1f} GiB are needed, and {free / 2**30:,.1f} GiB are free"
+        )
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise InputError(f"{larger}: {first_line(error)}; give smaller sizes") from None
 
 
 def operations(x: "Tensor") -> dict[str, Callable[[], object]]:
@@ -153,6 +181,23 @@ def stepper(
     run.engine.at(0, Run(never), counted=False)
     placed = tuple(run.engine.layers.values())
     return Stepper(partial(next, steps), placed, not all(layer.products.plain for layer in placed))
+
+
+def steppers(
+    recipes: Mapping[str, Recipe], layers: int, width: int, tokens: int, device: str, compiled: bool
+) -> dict[str, Stepper]:
+    """Return training steps by name, with `compiled` also whole compiled ones; InputError if a preset would
+    quantise nothing in so small a model."""
+    runs = {name: stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
+    if kept := [name for name, run in runs.items() if not (recipes[name].plain or run.quantised)]:
+        raise InputError(
+            f"--layers {layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so"
+            " small a model are in high precision; use --layers 2 or more"
+        )
+    for name, recipe in recipes.items() if compiled else ():
+        if recipe.products.backward_needs is None:
+            runs[f"{name}, compiled"] = stepper(recipe, layers, width, tokens, device, True)
+    return runs
 
 
 def step_speeds(

@@ -4,14 +4,15 @@ It decides which engine computes a preset on this machine, builds the layers, me
 into lines of the table.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
-from ablate.engines import SCALED, backend_of, converter, makes_operands, module_name
-from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal, stray_switch
+from ablate.engines import AUTO, SCALED, backend_of, converter, makes_operands, module_name
+from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal, stray_switch, this_machine
+from ablate.errors import InputError
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import Recipe, scaled_mapping
 from ablate.recipes.reasons import all_of
@@ -115,6 +116,39 @@ def refused(
     return odd and Refusal(f"{odd.size}: Transformer Engine takes multiples of {MULTIPLE}", other)
 
 
+Case = tuple[str, str]
+"""Names of a recipe and of the engine that computes it."""
+
+
+def cases(
+    engines: Sequence[str], recipes: Mapping[str, Recipe], shapes: Sequence[Shape], device: str
+) -> tuple[dict[Case, Recipe], list[str]]:
+    """Return the recipes to time, by their names and engines, and remarks: why `auto` uses the emulator, and
+    what each of several engines skips. InputError if `auto` does not stand alone, if the one given engine
+    cannot run a recipe, or if nothing is left of several."""
+    auto, here = AUTO in engines, this_machine()
+    if auto and len(engines) > 1:
+        raise InputError(f"--engine {','.join(engines)}: auto stands alone")
+    chosen = {name: [PLAIN] * recipe.plain for name, recipe in recipes.items()}
+    refusals: dict[tuple[str, Refusal], list[str]] = defaultdict(list)
+    for engine in engines:
+        by = NATIVE if auto else engine
+        for name, recipe in recipes.items():
+            reason = refused(recipe, shapes, device, here, by)
+            if reason:
+                refusals[engine, reason].append(name)
+            if not recipe.plain and (auto or not reason):
+                chosen[name].append(EMULATED if reason else by)
+    made = {(name, by): recipes[name] for name, each in chosen.items() for by in each}
+    named = [(engine, ", ".join(names), reason) for (engine, reason), names in refusals.items()]
+    if auto:
+        return made, [f"{names}: emulated, since {reason.why}" for _, names, reason in named]
+    skipped = [f"--engine {engine}: {names}: {reason}" for engine, names, reason in named]
+    if skipped and (len(engines) == 1 or not any(by in engines for _, by in made)):
+        raise InputError(*skipped)
+    return made, [f"skipped: {line}" for line in skipped]
+
+
 def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
     """Return the format in which each of the three products is multiplied, by its name. The emulator
     multiplies in its storage type, the others in the format of the operands if they fit."""
@@ -134,8 +168,6 @@ def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
     return formats
 
 
-Case = tuple[str, str]
-"""Names of a recipe and of the engine that computes it."""
 Call = Callable[[], object]
 Unit = tuple[str, float]
 """Name of a unit of speed, and its FLOP/s."""
