@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _Form = Literal["md", "html", "csv", "parquet"]
 _FORMS: dict[int, tuple[str, ...]] = {0: ("md",), 1: ("md", "html", "csv", "parquet"), 2: ()}
 """Forms by the number of things shown."""
-_TABLES = ("arms", "effects", "damage", "windows", "trials")
 
 
 def show(
@@ -77,7 +76,15 @@ def show(
     elif len(words) == 2:
         _compare(words[0], words[1], folder, as_json)
     elif form == "csv" or form == "parquet":
-        _write_tables(words[0], folder, form, out, records)
+        from ablate.reports import frames
+
+        with as_input_error(ValueError):
+            found = frames.open(words[0], state=folder)
+        screen, target = console(), out or Path(f"{Path(words[0]).stem}_tables")
+        with found as results:
+            for path, rows in results.write(target, form, records):
+                screen.lines(f"{path}: {rows:,} rows")
+            screen.lines(*filter(None, [results.unverified]))
     else:  # claim, design, interval, checks, command and commit
         from ablate.reports.evidence import markdown, page
         from ablate.results.comparisons import Comparisons
@@ -113,36 +120,6 @@ def _leaderboard(
             screen.print(Text(title, "bold"), table.terminal(screen.width), "", sep="\n")
         direct = "Each gap is to the baseline of its own sweep; sweeps are not compared directly."
         screen.print(Text(direct, "dim"), *unsealed(chosen), sep="\n")
-
-
-def _write_tables(
-    sweep: str, state: Path, form: Literal["csv", "parquet"], out: Path | None, records: bool
-) -> None:
-    """Write a sweep's arms, effects, damage, trials and records as files for pandas, R or a spreadsheet."""
-    from ablate.reports import frames
-    from ablate.reports.plain_text import csv_cell
-
-    with as_input_error(ValueError):
-        found = frames.open(sweep, state=state)
-    target, screen = out or Path(f"{Path(sweep).stem}_tables"), console()
-    target.mkdir(parents=True, exist_ok=True)
-    with found as results:
-        unsealed = results.unverified
-        tables = {name: getattr(results, name) for name in _TABLES}
-        if records:
-            tables["records"] = results.records()
-    for name, table in tables.items():
-        if not len(table):
-            continue
-        path = target / f"{name}.{form}"
-        if form == "parquet":
-            mixed = [column for column in table if table[column].map(type).nunique() > 1]
-            table.astype(dict.fromkeys(mixed, str)).to_parquet(path, index=False)
-        else:
-            table.rename(columns=csv_cell).map(csv_cell).to_csv(path, index=False, lineterminator="\n")
-        screen.lines(f"{path}: {len(table):,} rows")
-    if unsealed:
-        screen.lines(unsealed)
 
 
 def _compare(first: str, second: str, state: Path, as_json: bool) -> None:

@@ -14,13 +14,15 @@ the sweep wrote is refused, as it is there.
 import json
 import math
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
 from ablate.errors import InputError
+from ablate.reports.plain_text import csv_cell
 from ablate.results import attribution
 from ablate.results.decomposition import damages
 from ablate.results.summary import summaries
@@ -167,6 +169,22 @@ class Results(AbstractContextManager["Results"]):
             describes them.
         """
         return records.frame(self._ledger, metrics=metrics or None)
+
+    def write(
+        self, folder: Path, form: Literal["csv", "parquet"], records: bool = True
+    ) -> Iterator[tuple[Path, int]]:
+        """Write the tables that have rows, with `records` also every recorded number, as files of a folder,
+        and yield the path and the rows of each."""
+        tables = {name: getattr(self, name) for name in ("arms", "effects", "damage", "windows", "trials")}
+        tables |= {"records": self.records()} if records else {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, table in ((folder / f"{name}.{form}", each) for name, each in tables.items() if len(each)):
+            if form == "parquet":
+                mixed = [column for column in table if table[column].map(type).nunique() > 1]
+                table.astype(dict.fromkeys(mixed, str)).to_parquet(path, index=False)
+            else:
+                table.rename(columns=csv_cell).map(csv_cell).to_csv(path, index=False, lineterminator="\n")
+            yield path, len(table)
 
 
 def open(sweep: str | Path, *, state: str | Path | None = None, metric: str | None = None) -> Results:
