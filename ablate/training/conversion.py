@@ -51,10 +51,9 @@ from ablate.engines.blocks import (
     summary,
 )
 from ablate.engines.compiled import operator
-from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear, kept
 from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.expert_layers import EmulatedExpert
-from ablate.engines.ranks import whole
 from ablate.engines.routing import recorded
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import statistic_of
@@ -69,6 +68,7 @@ from ablate.training.metrics import (
     Measurements,
     SlotErrors,
     gradient_noise,
+    gradients,
     keep_casts,
     oscillation,
     routes,
@@ -223,29 +223,23 @@ class Conversion:
             raise ValueError(f"evaluation(by={by!r}) is not in high precision; leave one of the two out")
         other = None if by is None else reading(by)
         self._refuse_nesting("evaluation")
-        outer, engine = self._within, self.engine
-        clock, calls = engine.clock, self._calls
-        before = clock.stream, clock.step, clock.micro_batch
-        products = {name: layer.products for name, layer in engine.layers.items()}
-        try:
-            with ExitStack() as stack:
-                self._begin(
-                    "evaluation", "evaluation", self.steps_done if outer else max(0, self.steps_done - 1)
-                )
-                stack.enter_context(engine.again())
-                stack.enter_context(_no_fast_path(self.model))
-                if not outer:  # a step has its own casts already
-                    stack.enter_context(engine.still_weights())
-                if high_precision:
-                    stack.enter_context(engine.high_precision())
-                if other:
-                    stack.enter_context(engine.reading(other))
-                yield self
-        finally:
-            self._within, self._calls = outer, calls
-            clock.stream, clock.step, clock.micro_batch = before
-            for name, layer in engine.layers.items():
-                layer.products = products[name]
+        engine, step = self.engine, self._present
+        with (
+            kept([self], "_within", "_calls"),
+            kept([engine.clock], "stream", "step", "micro_batch"),
+            kept(engine.layers.values(), "products"),
+            ExitStack() as stack,
+        ):
+            if not self._within:  # a step has its own casts already
+                stack.enter_context(engine.still_weights())
+            self._begin("evaluation", "evaluation", step)
+            stack.enter_context(engine.again())
+            stack.enter_context(_no_fast_path(self.model))
+            if high_precision:
+                stack.enter_context(engine.high_precision())
+            if other:
+                stack.enter_context(engine.reading(other))
+            yield self
 
     def compare_gradient(self, closure: Callable[[], object]) -> dict[str, float]:
         """Measure how far quantisation turns the gradient: compute it twice, without and with the recipe.
@@ -281,10 +275,9 @@ class Conversion:
         Raises:
             RuntimeError: called outside of `step()`.
         """
-        finder, engine = Finder(self.model, self.engine, operations=_ranks() == 1), self.engine
+        finder = Finder(self.model, self.engine, operations=_ranks() == 1)
         with self._replayed("first_nonfinite", closure) as gradient:
             finder.state(self.steps_done, None)
-            engine.listen(finder)
             with finder:
                 gradient()
         self._origin = finder.origin(self.steps_done + 1)
@@ -296,7 +289,7 @@ class Conversion:
         if self._within != "step":
             raise RuntimeError(f"{method}: call it inside `with {self._handle}.step():`")
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        kept, clock, calls = [p.grad for p in parameters], self.engine.clock, self._calls
+        clock, calls = self.engine.clock, self._calls
         moment = clock.micro_batch
 
         def gradient() -> list[Tensor]:
@@ -305,15 +298,10 @@ class Conversion:
                 p.grad = None
             with torch.random.fork_rng():
                 closure()
-            return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
+            return gradients(parameters)
 
-        try:
-            with self.engine.again():
-                yield gradient
-        finally:
-            self._calls, clock.micro_batch = calls, moment
-            for p, grad in zip(parameters, kept, strict=True):
-                p.grad = grad
+        with self.engine.again(), kept([self], "_calls"), kept(parameters, "grad"):
+            yield gradient
 
     @property
     def wants_gradient(self) -> bool:

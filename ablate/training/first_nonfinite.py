@@ -10,7 +10,7 @@ and every tensor is checked in the order in which it is made. A healthy run comp
 
     finder = Finder(model, engine)
     finder.state(step, optimizer)          # weights and moments that the last update left
-    with finder, engine.again():
+    with finder:
         loss(batch).backward()             # the same step
     print(finder.origin(step))
     # input of blocks.1.mlp.up (operation div in blocks.1): value inf at [3, 17], 1 of 4,096 not finite
@@ -163,9 +163,9 @@ def _plain(value: object) -> object:
 
 @dataclass
 class Finder(Probe):
-    """Checker of the tensors of one step, in the order in which they are made; a context for that step, in
-    which the model's modules have hooks and this is the engine's probe. `operations` names operations of
-    torch between modules."""
+    """Checker of the tensors of one step, in the order in which they are made; a context for that step, which
+    is computed again: the model's modules have hooks in it, and this is the engine's probe. `operations`
+    names operations of torch between modules."""
 
     model: nn.Module
     engine: Engine
@@ -183,6 +183,8 @@ class Finder(Probe):
 
     def __enter__(self) -> "Finder":
         self._stack = ExitStack()
+        self._stack.enter_context(self.engine.again())
+        self.engine.listen(self)
         for name, module in self.model.named_modules():
             self._stack.callback(
                 module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove

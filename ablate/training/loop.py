@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines import makes_operands
+from ablate.engines.emulated_layer import kept
 from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.ranks import whole
 from ablate.engines.routing import Recorder, recorded
@@ -47,6 +48,7 @@ from ablate.training.metrics import (
     SlotErrors,
     gradient_noise,
     gradient_split,
+    gradients,
     keep_casts,
     of_machine,
     oscillation,
@@ -336,16 +338,12 @@ class Loop:
     def _origin(self, step: int, total: float, metrics: dict[str, float]) -> Origin:
         """Return the first value of a step that is not finite, by computing the step, whose update has not
         been applied, again. Collective. `total` is its loss, `metrics` what telemetry measured in it."""
-        engine, ranks, loss, done = self.run.engine, self.world, self.loss, step + self.counted
-        finder = Finder(self.run.model, engine, operations=ranks.size == 1)
+        ranks, done = self.world, step + self.counted
+        finder = Finder(self.run.model, self.run.engine, operations=ranks.size == 1)
         finder.state(done, self.optimizer)
-        with finder, engine.again():
-            engine.listen(finder)
-            self.loss = finder.checked(loss)
-            try:
-                self.gradient(step)
-            finally:
-                self.loss = loss
+        with finder, kept([self], "loss"):
+            self.loss = finder.checked(self.loss)
+            self.gradient(step)
         if math.isfinite(total):
             finder.norm()
         origin = finder.origin(done + 1, [*self.measured, metrics] if metrics else self.measured)
@@ -405,7 +403,7 @@ class Loop:
         if exact and own:
             look.metrics |= routes(own, exact, self.config.accumulate, self.world.sums)
         if reference:
-            drawn = self._gradients()
+            drawn = gradients(self.parameters)
             look.metrics |= _timed(look, lambda: gradient_noise(drawn, reference))
             look.metrics |= _timed(look, lambda: gradient_split([drawn, *redrawn], reference))
         if errors:
@@ -446,7 +444,7 @@ class Loop:
     def _shadow(self, step: int) -> list[Tensor]:
         with self.run.engine.high_precision():
             self.gradient(step)
-        return [gradient.clone() for gradient in self._gradients()]
+        return [gradient.clone() for gradient in gradients(self.parameters)]
 
     def _routed(self, step: int) -> Recorder:
         engine, noise = self.run.engine, self.noise
@@ -460,20 +458,13 @@ class Loop:
     def _redrawn(self, step: int) -> list[list[Tensor]]:
         """Return another draw of the step's gradient, a list of one; none if its recipe draws nothing. Of
         products that another engine than the emulated one draws, nothing is drawn again."""
-        engine, clock = self.run.engine, self.run.engine.clock
+        engine = self.run.engine
         if not (engine.recipe.draws and all(layer.emulates for layer in engine.layers.values())):
             return []
-        clock.stream = "redraw"
-        try:
-            with engine.again():
-                self.gradient(step)
-        finally:
-            clock.stream = self.stream
-        return [[gradient.clone() for gradient in self._gradients()]]
-
-    def _gradients(self) -> list[Tensor]:
-        """Return the gradients of all trained parameters; zeros for one that the loss does not depend on."""
-        return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters]
+        with kept([engine.clock], "stream"), engine.again():
+            engine.clock.stream = "redraw"
+            self.gradient(step)
+        return [[gradient.clone() for gradient in gradients(self.parameters)]]
 
 
 @dataclass

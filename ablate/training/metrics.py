@@ -12,12 +12,13 @@ from statistics import median
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ablate import provenance
 from ablate.engines.expert_layers import loads as loads_of
 from ablate.engines.product_errors import ProductError, of_gradients, of_output
 from ablate.engines.products import Casting, Kept, Probe
+from ablate.engines.ranks import whole
 from ablate.engines.routing import Recorder
 from ablate.errors import nearest
 from ablate.numerics.census import census
@@ -118,6 +119,11 @@ def quantised(
         quantisation(operand),
         operand,
     )
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of parameters, of all ranks; zeros for one that the loss does not depend on."""
+    return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
 
 
 def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
