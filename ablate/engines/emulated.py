@@ -192,10 +192,13 @@ class Engine:
         self._fp4, self._work = state["fp4"]
         self.weights.restore(state["weights"], step)
 
+    def due(self, step: int) -> set[Trigger]:
+        """Return the triggers of the schedule that wait for a measurement in a step."""
+        return {t for t in self.recipe.triggers - self.tripped if step % t.every == 0}
+
     def observe(self, metrics: dict[str, float], step: int) -> None:
-        """Trip the triggers whose metric is below its limit; only those due at `step` are compared."""
-        due = (t for t in self.recipe.triggers if step % t.every == 0)
-        self.tripped |= {t for t in due if metrics.get(t.metric, t.limit) < t.limit}
+        """Trip the triggers that are due at `step` and whose metric is below its limit."""
+        self.tripped |= {t for t in self.due(step) if metrics.get(t.metric, t.limit) < t.limit}
 
     @contextmanager
     def still_weights(self) -> Iterator[None]:

@@ -306,8 +306,7 @@ class Conversion:
     @property
     def wants_gradient(self) -> bool:
         """True if the recipe's schedule waits for a measurement of `compare_gradient` in this step."""
-        engine, step = self.engine, self.steps_done
-        return any(step % trigger.every == 0 for trigger in engine.recipe.triggers - engine.tripped)
+        return bool(self.engine.due(self.steps_done))
 
     def metrics(self) -> Measurements:
         """Return the latest measurements by name, and the counts so far. `print` shows the most important.

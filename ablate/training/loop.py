@@ -313,12 +313,10 @@ class Loop:
         """Take one step and return its record; None if there is nothing to record."""
         engine, telemetry = self.run.engine, self.telemetry
         recipe = engine.at(step, self.plan)
-        every = telemetry.every
+        every, shadow = telemetry.every, telemetry.shadow
         measured = every > 0 and (step % every == 0 or step == self.last - 1)
-        # The gradient is compared for telemetry, or for a trigger of the schedule.
-        periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
-        compared = not recipe.plain and any(period > 0 and step % period == 0 for period in periods)
-        look = Look(measured, compared)
+        compared = (shadow > 0 and step % shadow == 0) or bool(engine.due(step))
+        look = Look(measured, compared and not recipe.plain)
         start = time.perf_counter()
         loss, norm = self.world.broadcast(self._gradient_of(step, look))
         verdict, origin = self.watch.judge(loss, norm), None
