@@ -242,6 +242,8 @@ class Loop:
         self.world = world()
         self.part = RankPart(self.world, config, run.engine, self.parameters)
         """This rank's part of every step."""
+        self.parts = config.accumulate * self.part.splits
+        """Losses whose mean is that of a step: of each micro-batch on each rank that shares it."""
         self.device = next(run.model.parameters()).device
         if self.device.type == "cuda":
             cuda_arithmetic.configure()
@@ -423,21 +425,23 @@ class Loop:
         """Leave the step's gradient in the parameters and return the mean loss, fp64 on the device; a number
         if there are several ranks. Nothing waits for the device before all micro-batches are launched."""
         self.optimizer.zero_grad()
-        total, part = torch.zeros((), dtype=torch.float64, device=self.device), self.part
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         model, self.imbalance = self.run.model, None
-        with self.run.engine.still_weights(), part.divided():
-            for micro_batch in part.micro_batches:
-                self.run.engine.clock.begin(micro_batch)
-                with self.noise.added(self.plan.steps) if self.noise else nullcontext():
-                    loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (
-                        self.config.accumulate * part.splits
-                    )
-                    loss.backward()
+        with self.run.engine.still_weights(), self.part.divided():
+            for loss in self._losses(step):
+                loss.backward()
                 total += loss.detach().to(total).view(())
                 if isinstance(model, Transformer) and model.imbalance is not None:
-                    own = model.imbalance.to(total) / (self.config.accumulate * part.splits)
+                    own = model.imbalance.to(total) / self.parts
                     self.imbalance = own if self.imbalance is None else self.imbalance + own
-        return part.total(total, step)
+        return self.part.total(total, step)
+
+    def _losses(self, step: int) -> Iterator[Tensor]:
+        """Yield this rank's shares of the mean loss; the noise of a micro-batch is there until the next."""
+        for micro_batch in self.part.micro_batches:
+            self.run.engine.clock.begin(micro_batch)
+            with self.noise.added(self.plan.steps) if self.noise else nullcontext():
+                yield self.loss(*self.part.of(self.run.batch(step, micro_batch))) / self.parts
 
     def _shadow(self, step: int) -> list[Tensor]:
         with self.run.engine.high_precision():
@@ -445,12 +449,9 @@ class Loop:
         return [gradient.clone() for gradient in gradients(self.parameters)]
 
     def _routed(self, step: int) -> Recorder:
-        engine, noise = self.run.engine, self.noise
+        engine = self.run.engine
         with torch.no_grad(), engine.again(), engine.high_precision(), recorded(engine) as routed:
-            for micro_batch in self.part.micro_batches:
-                engine.clock.begin(micro_batch)
-                with noise.added(self.plan.steps) if noise else nullcontext():
-                    self.loss(*self.part.of(self.run.batch(step, micro_batch)))
+            list(self._losses(step))
         return routed
 
     def _redrawn(self, step: int) -> list[list[Tensor]]:

@@ -391,11 +391,9 @@ MUTANTS = (
     ),
     Mistake(
         "training/loop.py",
-        "Loop.gradient",
-        "self.loss(*part.of(self.run.batch(step, micro_batch))) / (\n"
-        "                        self.config.accumulate * part.splits\n"
-        "                    )",
-        "self.loss(*part.of(self.run.batch(step, micro_batch)))",
+        "Loop._losses",
+        "self.loss(*self.part.of(self.run.batch(step, micro_batch))) / self.parts",
+        "self.loss(*self.part.of(self.run.batch(step, micro_batch)))",
         "test_train.py",
         "a gradient is the mean over micro-batches",
     ),
