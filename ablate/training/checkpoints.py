@@ -11,17 +11,16 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ablate.engines.emulated import Engine, EngineState
+from ablate.engines.emulated import EngineState
 from ablate.errors import InputError
 from ablate.files import Damaged, first_error
 from ablate.numerics.product import why_not
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, SealedWriter, unsealed
-from ablate.training.distributed import gathered, placed, placed_optimizer, world
 from ablate.training.guard import GuardState
 from ablate.training.optimizers import OptimizerState
 
@@ -32,20 +31,15 @@ SHARE = 0.05
 The first one's cost is not known before it is written."""
 
 
-class ModelState(TypedDict):
-    """State of a model and its optimizer after `step` steps. Tensors are whole, and on the CPU if they were
-    gathered from several ranks."""
+class RunState(TypedDict):
+    """Content of a checkpoint: everything that the steps after `step` depend on. Tensors are whole, and on
+    the CPU if they were gathered from several ranks."""
 
     step: int
     model: dict[str, Tensor]
     optimizer: OptimizerState
     engine: EngineState
     """From `Engine.state`."""
-
-
-class RunState(ModelState):
-    """Content of a checkpoint: everything that the steps after `step` depend on."""
-
     meter: dict[str, Any]
     """State of a `loop.Meter`: the steps of an interval so far."""
     guard: GuardState
@@ -241,34 +235,3 @@ class Checkpoints:
                 f"the records of trial {about['trial']} up to step {about['step']} "
                 "are not those that it was left after",
             )
-
-
-class Standing(NamedTuple):
-    """Model, optimizer and engine of a run, whose state a checkpoint holds. Tensors in a state are whole,
-    even if each rank keeps only a part of them. All ranks call all methods, with the same state in any layout
-    of ranks."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    engine: Engine
-
-    def state(self, step: int) -> ModelState:
-        """Return the state after `step` steps; tensors are None on ranks other than 0 if they are sharded."""
-        kept = world().rank == 0
-        return {
-            "step": step,
-            "model": gathered(self.model.state_dict(), kept),
-            "optimizer": gathered(self.optimizer.state_dict(), kept),
-            "engine": gathered(self.engine.state(), kept),
-        }
-
-    def restore_weights(self, state: ModelState) -> None:
-        """Restore model and optimizer from the state of a run under any recipe, whose own state stays out."""
-        self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
-        self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
-
-    def restore(self, state: ModelState) -> int:
-        """Restore the state of a checkpoint, on the devices of model and optimizer; return its step."""
-        self.restore_weights(state)
-        self.engine.restore(state["engine"], state["step"])
-        return state["step"]

@@ -208,7 +208,7 @@ def _begin(
     if own is not None:
         return loop.restore(own) - loop.counted
     if origin is not None:
-        loop.standing.restore_weights(origin)
+        loop.restore_weights(origin)
     if twin and not twin.stream:
         loop.move_weights()
     return window.position

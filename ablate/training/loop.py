@@ -36,8 +36,8 @@ from ablate.engines.routing import Recorder, recorded
 from ablate.engines.weight_noise import NormNoise
 from ablate.recipes.recipe import Recipe
 from ablate.training import cuda_arithmetic
-from ablate.training.checkpoints import Checkpoints, Readings, RunState, Standing
-from ablate.training.distributed import RankPart, clip, placed, world
+from ablate.training.checkpoints import Checkpoints, Readings, RunState
+from ablate.training.distributed import RankPart, clip, gathered, placed, placed_optimizer, world
 from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
 from ablate.training.first_nonfinite import Finder, Origin
 from ablate.training.fork_design import Forks, Window
@@ -255,7 +255,6 @@ class Loop:
         self.plan = config.length
         noise = run.engine.recipe.weights.noise
         self.noise = noise and NormNoise(noise, run.model, run.engine.layers, run.engine.clock)
-        self.standing = Standing(run.model, self.optimizer, run.engine)
         self.spent = 0.0
         """Seconds spent in steps so far."""
         self.measured: list[dict[str, float]] = []
@@ -265,9 +264,15 @@ class Loop:
         self.over = False
 
     def state(self, step: int) -> RunState:
-        """Return everything that the steps after the first `step` steps depend on. All ranks call it."""
+        """Return everything that the steps after the first `step` steps depend on. All ranks call it; on
+        others than rank 0, sharded tensors are None."""
+        parts = (self.run.model.state_dict(), self.optimizer.state_dict(), self.run.engine.state())
+        model, moments, engine = (gathered(part, self.world.rank == 0) for part in parts)
         state: RunState = {
-            **self.standing.state(step),
+            "step": step,
+            "model": model,
+            "optimizer": moments,
+            "engine": engine,
             "meter": self.meter.state(),
             "guard": self.watch.state(),
             "spent": self.spent,
@@ -278,7 +283,8 @@ class Loop:
         return state
 
     def restore(self, state: RunState | None) -> int:
-        """Restore what `state` returned, if anything, and return the first step to take."""
+        """Restore what `state` returned on any number of ranks, if anything, and return the first step to
+        take. All ranks call it, with the same state."""
         if state is None:
             return 0
         self.meter.restore(state["meter"])
@@ -287,7 +293,15 @@ class Loop:
         if self.world.rank:  # the checkpoint has the sum over all ranks: only rank 0 continues from it
             for its in state["engine"]["layers"].values():
                 its["nonfinite"] = 0
-        return self.standing.restore(state)
+        self.restore_weights(state)
+        self.run.engine.restore(state["engine"], state["step"])
+        return state["step"]
+
+    def restore_weights(self, state: RunState) -> None:
+        """Restore model and optimizer from the state of a run under any recipe, whose own state stays out."""
+        model = self.run.model
+        model.load_state_dict(placed(state["model"], model.state_dict()))
+        self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
 
     def leave(self, step: int, checkpoints: Checkpoints | None, readings: Readings | None = None) -> None:
         """Write the checkpoints that are wanted after `step` steps, with the readings of a forked trial's

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ablate.training.checkpoints import Standing
+from ablate.training.loop import Loop
 from ablate.verification import passed_checks
 from ablate.verification.checks import difference_when_resumed as difference
 from ablate.verification.checks import resumed
@@ -14,14 +14,14 @@ def test_a_resumed_trial_has_the_bits_of_one_that_ran_through(tmp_path):
 
 
 def test_a_state_that_is_not_restored_is_seen(tmp_path, monkeypatch):
-    restored = Standing.restore
+    restored = Loop.restore
 
-    def half(self: Standing, state) -> int:
-        for moments in state["optimizer"]["state"].values():
+    def half(self: Loop, state) -> int:
+        for moments in state["optimizer"]["state"].values() if state else ():
             moments["exp_avg"] *= 1 + 2**-20
         return restored(self, state)
 
-    monkeypatch.setattr(Standing, "restore", half)
+    monkeypatch.setattr(Loop, "restore", half)
     assert "stopped after step 2" in difference("cpu", tmp_path)
 
 
