@@ -11,6 +11,7 @@ checkpoint.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from statistics import fmean
 
 from ablate.engines.routing import Routes
@@ -57,17 +58,11 @@ class Trunk:
     def leave(self, step: int, loop: Loop, wanted: bool) -> None:
         """Keep the state after `step` steps of the trunk, if a window begins there (`wanted`) or others want
         it."""
-        checkpoints = self._checkpoints
-        lasting = checkpoints if step >= self._begun else None
-        files = self._ranks.broadcast(lasting.wanted(step) if lasting else (False, False))
+        lasting = self._checkpoints if step >= self._begun else None
+        loop.leave(step, lasting)
         in_file = self._ranks.broadcast(bool(lasting and step in lasting.shared))
-        if not any(files) and not (wanted and not in_file):
-            return
-        state = loop.state(step)
-        if checkpoints and any(files):
-            checkpoints.leave(step, state, files)
         if wanted and not in_file:
-            self._kept[step] = deepcopy(state)  # whose tensors change as training goes on
+            self._kept[step] = deepcopy(loop.state(step))  # whose tensors change as training goes on
 
 
 def train_forks(
@@ -127,10 +122,8 @@ def train_forks(
         if replays:
             routes.replay(loop.run.engine, loop.run.model)
         state = own = origin = None  # as large as the model and its moments
-        for step in range(first, loop.last):
-            if step > first:
-                loop.leave(step + loop.counted, checkpoints, readings)
-            record = loop.step(step)
+        leave = partial(loop.leave, checkpoints=checkpoints, readings=readings)
+        for record in loop.records(first, loop.last, leave):
             if record and not ENDINGS.isdisjoint(record.metrics):
                 yield record
                 return
@@ -143,7 +136,7 @@ def train_forks(
                 kept = {name: value for name, value in record.metrics.items() if name not in levels}
                 record = record._replace(metrics=kept)
             yield from filter(None, [_ended(record, window, readings, forks) if loop.over else record])
-        del loop  # before the next window's is made: two models may not fit
+        del loop, leave  # before the next window's is made: two models may not fit
 
 
 def _recorded(
@@ -188,15 +181,10 @@ def _train_trunk(
             start = found
             break
     first = loop.restore(start)
-    for step in range(first, missing[-1]):
-        if step > first:
-            trunk.leave(step, loop, step in missing)
-        record = loop.step(step)
-        if record:
-            yield record
-        if loop.over:
-            return
-    trunk.leave(missing[-1], loop, True)
+    records = loop.records(first, missing[-1], lambda step: trunk.leave(step, loop, step in missing))
+    yield from filter(None, records)
+    if not loop.over:
+        trunk.leave(missing[-1], loop, True)
 
 
 def _begin(

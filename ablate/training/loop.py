@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -203,18 +204,13 @@ def train(
     first = loop.restore(ranks.broadcast(checkpoints.take() if checkpoints else None))
     if twin and not twin.stream and first == 0:
         loop.move_weights()
-    for step in range(first, config.steps):
-        if step > first:
-            loop.leave(step, checkpoints)
-        record = loop.step(step)
+    for record in loop.records(first, config.steps, partial(loop.leave, checkpoints=checkpoints)):
         if record:
             yield record
-        if loop.over:
-            if telemetry.keep_weights and record and ENDINGS.isdisjoint(record.metrics):
-                state = loop.state(step + 1)
-                if checkpoints:
-                    checkpoints.keep_weights(state)
-            return
+        if loop.over and telemetry.keep_weights and record and ENDINGS.isdisjoint(record.metrics):
+            state = loop.state(record.step)
+            if checkpoints:
+                checkpoints.keep_weights(state)
 
 
 class Loop:
@@ -306,6 +302,7 @@ class Loop:
     def leave(self, step: int, checkpoints: Checkpoints | None, readings: Readings | None = None) -> None:
         """Write the checkpoints that are wanted after `step` steps, with the readings of a forked trial's
         earlier windows. Collective."""
+        step += self.counted
         wanted = self.world.broadcast(checkpoints.wanted(step) if checkpoints else (False, False))
         if any(wanted):
             state = self.state(step)
@@ -324,6 +321,16 @@ class Loop:
             return own
         forks, window = self.window
         return forks.rate(self.config.lr_at(window.position), step, window, own)
+
+    def records(self, first: int, end: int, leave: Callable[[int], object]) -> Iterator[Record | None]:
+        """Take the steps from `first` on until `end`, or the end of the run, and yield what `step` returns.
+        `leave` is called between two steps, after the caller took the record of the first."""
+        for step in range(first, end):
+            if step > first:
+                leave(step)
+            yield self.step(step)
+            if self.over:
+                return
 
     def step(self, step: int) -> Record | None:
         """Take one step and return its record; None if there is nothing to record."""
