@@ -27,17 +27,18 @@ from pydantic import model_validator
 
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
-from ablate.training.metric_names import window_metric
+from ablate.training.metric_names import part_metric, window_metric
 
 _PARTS = 32
 """Largest number of parts of the validation data whose losses are recorded one by one."""
 
 
-def parts_of(losses: Sequence[float]) -> list[float]:
-    """Return means of consecutive batches' losses, in at most 32 parts of equal size; what is over is left
-    out."""
+def parts_of(losses: Sequence[float], name: str) -> dict[str, float]:
+    """Return means of consecutive batches' losses, in at most 32 parts of equal size, as metrics of the
+    reading `name`; what is over is left out."""
     size = math.ceil(len(losses) / _PARTS)
-    return [fmean(losses[first : first + size]) for first in range(0, len(losses) - size + 1, size)]
+    means = (fmean(losses[first : first + size]) for first in range(0, len(losses) - size + 1, size))
+    return {part_metric(number, name): mean for number, mean in enumerate(means)}
 
 
 class Window(NamedTuple):

@@ -8,7 +8,6 @@ An interrupted trial goes on in the window in which it was. What earlier windows
 checkpoint.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
@@ -21,15 +20,13 @@ from ablate.training.distributed import world
 from ablate.training.fork_design import Forks, Window, parts_of
 from ablate.training.hyperparameters import Training
 from ablate.training.loop import Loop, PreparedRun, Record, Twin
-from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
-from ablate.training.trial_run import Telemetry, TrialRun
+from ablate.training.metric_names import ENDINGS, plain_metric
+from ablate.training.trial_run import Telemetry, TrialRun, beats
 
 _TRAIN_LOSSES = frozenset({"train/loss", "train/recent_loss"})
 """Not recorded within windows, as no metric of an evaluation is: at a falling rate, and with a jump from each
 window to the next, a curve of them says nothing."""
 
-_BEAT_SECONDS = 5.0
-"""Seconds between empty records while routes are recorded: a trial without records is taken for hung."""
 _NEVER = Telemetry(every=0, shadow=0, log=1 << 30)
 
 
@@ -114,7 +111,7 @@ def train_forks(
         routes = Routes()
         if replays:
             unquantised = prepare(Recipe(dtype=run.recipe.dtype))
-            for _ in _recorded(routes, unquantised, config, (forks, window), deepcopy(origin)):
+            for _ in beats(_recorded(routes, unquantised, config, (forks, window), deepcopy(origin))):
                 yield Record(max(begun, window.begun), {})
             del unquantised
         loop = Loop(prepare(run.recipe), config, run.telemetry, (forks, window), twin)
@@ -142,23 +139,19 @@ def train_forks(
 def _recorded(
     routes: Routes, run: PreparedRun, config: Training, window: tuple[Forks, Window], origin: RunState | None
 ) -> Iterator[None]:
-    """Train a window without quantisation, record its routes, and yield every few seconds. An interrupted
-    trial records them again: they are a function of the trunk's state."""
+    """Train a window without quantisation, record its routes, and yield after each step. An interrupted trial
+    records them again: they are a function of the trunk's state."""
     loop = Loop(run, config, _NEVER, window)
     first, end = _begin(loop, window[1], None, origin, None), loop.last
     loop.last += 1  # no step of it is the last, which is evaluated
     routes.record(run.engine, run.model)
-    beat = time.monotonic()
-    for step in range(first, end):
-        loop.step(step)
+    for step, _ in enumerate(loop.records(first, end, lambda step: None), first):
         if loop.over:
             raise ValueError(
                 f"experts.routing replay: the guard stopped the unquantised training at step {step}, so there"
                 " are no routes to replay; use routing: free"
             )
-        if time.monotonic() - beat >= _BEAT_SECONDS:
-            beat = time.monotonic()
-            yield
+        yield
 
 
 def _train_trunk(
@@ -213,7 +206,6 @@ def _ended(record: Record | None, window: Window, readings: Readings, forks: For
     for name in readings[window.key]:
         batches = [fmean(each) for each in zip(*(readings[key][name] for key in keys), strict=True)]
         parts[plain_metric(name)] = fmean(batches)
-        shares = parts_of(batches)
-        if len(shares) > 1:
-            parts |= {part_metric(number, name): value for number, value in enumerate(shares)}
+        shares = parts_of(batches, name)
+        parts |= shares if len(shares) > 1 else {}
     return record._replace(metrics=record.metrics | own | parts)

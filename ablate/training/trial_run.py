@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,19 @@ from ablate.recipes.recipe import Recipe
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.fork_design import Forks
+
+BEAT_SECONDS = 5.0
+"""Longest time between two records of a trial that works, empty ones included: a silent one is taken for
+hung."""
+
+
+def beats(work: Iterable[object]) -> Iterator[None]:
+    """Do work, item by item, and yield each time that an empty record is due."""
+    beat = time.monotonic()
+    for _ in work:
+        if time.monotonic() - beat >= BEAT_SECONDS:
+            beat = time.monotonic()
+            yield
 
 
 class Telemetry(Spec):

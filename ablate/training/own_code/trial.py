@@ -44,16 +44,13 @@ from ablate.training.first_nonfinite import Origin
 from ablate.training.fork_design import Window, parts_of
 from ablate.training.guard import GuardDecision, GuardState, Watch
 from ablate.training.loop import Record, move_by_ulp
-from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED, part_metric
+from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
 from ablate.training.metrics import of_machine
 from ablate.training.own_code.process_environment import number
-from ablate.training.trial_run import TrialRun
+from ablate.training.trial_run import BEAT_SECONDS, TrialRun
 
 if TYPE_CHECKING:
     Batch = TypeVar("Batch")
-
-_BEAT_SECONDS = 5.0
-"""Seconds after which a step without metrics is recorded all the same: a silent trial is taken for hung."""
 
 
 class Stateful(Protocol):
@@ -310,9 +307,8 @@ class Trial:
         if not losses:
             raise ValueError(f"trial.log_batches: {name} has no losses; give that of each validation batch")
         values = [number(loss, f"trial.log_batches: a loss of {name}") for loss in losses]
-        parts = parts_of(values) if self.forked else []
         self.log({name: math.fsum(values) / len(values)})
-        self._metrics |= {part_metric(number, name): value for number, value in enumerate(parts)}
+        self._metrics |= parts_of(values, name) if self.forked else {}
 
     def checkpoint(self, **objects: Stateful | torch.Generator) -> None:
         """Name the objects whose state a checkpoint holds; if the trial is resumed, load their states now.
@@ -388,7 +384,7 @@ class Trial:
         elif self._twin and self._done == 0:
             for conversion in self._conversions:
                 move_by_ulp([p for p in conversion.model.parameters() if p.requires_grad], self.seed)
-        due = self._done % self._telemetry.log == 0 or time.monotonic() - self._last_record > _BEAT_SECONDS
+        due = self._done % self._telemetry.log == 0 or time.monotonic() - self._last_record > BEAT_SECONDS
         if self._done > self._recorded and (self._metrics or due):
             self._flush()
         checkpoints = self._checkpoints

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from ablate.training.data import without_places
 from ablate.training.data.sources import TextSource
 from ablate.training.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
 from ablate.training.metric_names import FIRST_NONFINITE
-from ablate.training.trial_run import Telemetry, TrialRun
+from ablate.training.trial_run import Telemetry, TrialRun, beats
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.text import Architecture, Fields, Subject, TextWorkload
 
@@ -49,8 +48,6 @@ _TINY = {
 _VERSION = 1
 """Version of the base's weights. Raise it by hand if the same `Base` would give other ones: weights kept
 under another version are then trained again."""
-BEAT_SECONDS = 5.0
-"""Seconds between signs of life while the base is trained: far fewer than the controller waits."""
 
 
 class Lora(Spec):
@@ -178,13 +175,10 @@ class Finetune(TextWorkload):
             from ablate.training.distributed import alone
             from ablate.training.loop import Record
 
-            beat = time.monotonic()
             with alone():  # the rank that comes first trains it
                 key = self._base_key(self.base, run.device)
-                for _ in growing("models", key, partial(self._pretrain, self.base, run.device)):
-                    if time.monotonic() - beat >= BEAT_SECONDS:
-                        beat = time.monotonic()
-                        yield Record(0, {})
+                for _ in beats(growing("models", key, partial(self._pretrain, self.base, run.device))):
+                    yield Record(0, {})
         yield from super().compute(run)
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:

@@ -194,7 +194,7 @@ def test_a_base_is_trained_once_and_is_better_than_none(tmp_path, monkeypatch):
 def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterwards(tmp_path, monkeypatch):
     """Without a word for 10 times the patience it would be taken for hung: see supervisor.SilenceTimer, which hears these."""
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ablate.training.workloads.finetune.BEAT_SECONDS", 0.0)
+    monkeypatch.setattr("ablate.training.trial_run.BEAT_SECONDS", 0.0)
     workload = tune(tmp_path, base=Base(steps=6, lr=1e-2, data=shards(tmp_path)))
     first = run(workload)
     assert first[:6] == [(0, {})] * 6  # one a step
