@@ -4,9 +4,9 @@ Near the end of a run many weights lie at a rounding threshold and flip between 
 (TetraJet, arXiv 2502.20853).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import TypedDict, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,45 +46,55 @@ class Travel:
         self.q_way += (q - self.q).abs()
         self.w, self.q = w, q
 
-    @classmethod
-    def from_state(cls, state: dict[str, Tensor]) -> "Travel":
-        """Return a `Travel` with these attributes, which `vars` returned of another."""
-        travel = cls.__new__(cls)
-        vars(travel).update(state)
-        return travel
-
     def ratio(self) -> Tensor:
         """Return |dQ(w)| / |dw| of each weight, fp32 [out, in]; 0 for a weight that did not move."""
         return torch.where(self.w_way == 0, 0.0, self.q_way / self.w_way)
 
 
-class Resetting:
-    """OsciReset: set weights whose quantised value moved much farther than they did to that value."""
+S = TypeVar("S", OsciReset, QRamping)
 
-    def __init__(self, spec: OsciReset, layers: Mapping[str, EmulatedLinear]) -> None:
-        self.spec, self.layers = spec, layers
+
+class Measuring(Generic[S]):
+    """Rule that measures the distances of weights over the first `window` steps of each period."""
+
+    def __init__(self, spec: S, layers: Mapping[str, EmulatedLinear]) -> None:
+        self.spec: S = spec
+        self.layers = layers
         self.travels: dict[str, Travel] = {}
 
-    def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        if step >= Fraction(repr(self.spec.start)) * run.steps and step % self.spec.period == 0:
+    def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Begin with the layers that the optimizer updates, before the first step of a period."""
+        if step % self.spec.period == 0:
             self.travels |= {name: Travel(layer) for name, layer in _updated(optimizer, self.layers).items()}
+
+    def ended(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[tuple[str, Travel]]:
+        """Add the optimizer's step to what is measured, and yield what a window ends with, by layer."""
+        for name in [name for name in _updated(optimizer, self.layers) if name in self.travels]:
+            self.travels[name].add(self.layers[name])
+            if step % self.spec.period == self.spec.window - 1:
+                yield name, self.travels.pop(name)
+
+    def state(self) -> RuleState:
+        return {"travels": {name: dict(vars(travel)) for name, travel in self.travels.items()}}
+
+    def restore(self, state: RuleState, step: int) -> None:
+        self.travels = {name: Travel.__new__(Travel) for name in state["travels"]}
+        for name, travel in self.travels.items():
+            vars(travel).update(state["travels"][name])
+
+
+class Resetting(Measuring[OsciReset]):
+    """OsciReset: set weights whose quantised value moved much farther than they did to that value."""
+
+    def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        if step >= Fraction(repr(self.spec.start)) * run.steps:
+            self.begin(optimizer, step)
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        window_ends = step % self.spec.period == self.spec.window - 1
-        for name, layer in _updated(optimizer, self.layers).items():
-            if (travel := self.travels.get(name)) is None:
-                continue
-            travel.add(layer)
-            if window_ends:
-                layer.weight.copy_(torch.where(travel.ratio() >= self.spec.threshold, travel.q, layer.weight))
-                del self.travels[name]
-
-    def state(self) -> RuleState:
-        return {"travels": _travelled(self.travels)}
-
-    def restore(self, state: RuleState, step: int) -> None:
-        self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
+        for name, travel in self.ended(optimizer, step):
+            weight = self.layers[name].weight
+            weight.copy_(torch.where(travel.ratio() >= self.spec.threshold, travel.q, weight))
 
 
 def _updated(
@@ -93,10 +103,6 @@ def _updated(
     """Return the layers whose weights this optimizer updates: a model may have several optimizers."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name: layer for name, layer in layers.items() if id(layer.owner) in mine}
-
-
-def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
-    return {name: dict(vars(travel)) for name, travel in travels.items()}
 
 
 class Averaging:
@@ -124,7 +130,7 @@ class Averaging:
             layer.target = self.means[name] if step >= self.spec.start else None
 
 
-class Ramping:
+class Ramping(Measuring[QRamping]):
     """Q-Ramping: update an oscillating weight every n steps only, n times as far, by its mean gradient.
 
     n grows with the weight's oscillation ratio. The paper measures that on extra steps, which it then undoes;
@@ -132,8 +138,7 @@ class Ramping:
     """
 
     def __init__(self, spec: QRamping, layers: Mapping[str, EmulatedLinear]) -> None:
-        self.spec, self.layers = spec, layers
-        self.travels: dict[str, Travel] = {}
+        super().__init__(spec, layers)
         self.waits = {
             name: torch.ones_like(layer.weight, requires_grad=False) for name, layer in layers.items()
         }
@@ -143,16 +148,14 @@ class Ramping:
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
-        updated = _updated(optimizer, self.layers)
-        if step % self.spec.period == 0:
-            self.travels |= {name: Travel(layer) for name, layer in updated.items()}
+        self.begin(optimizer, step)
         self.kept = {}
-        for name, layer in updated.items():
+        for name, layer in _updated(optimizer, self.layers).items():
             if layer.owner.grad is None:  # the optimizer leaves such a weight as it is
                 continue
             gradient = layer.part(layer.owner.grad)
             self.sums[name] += gradient
-            self.counts[name] += 1  # not the wait, which `_measure` may have changed since the last update
+            self.counts[name] += 1  # not the wait, which `after` may have changed since the last update
             gradient.copy_(self.sums[name] / self.counts[name])
             state = optimizer.state.get(layer.owner, {})
             moments = [
@@ -180,29 +183,16 @@ class Ramping:
                 moment.copy_(torch.where(due, moment, old))
             for collected in (self.sums[name], count):
                 collected.masked_fill_(due, 0)
-        self._measure(step, _updated(optimizer, self.layers))
+        for name, travel in self.ended(optimizer, step):
+            slower = torch.floor(travel.ratio() / self.spec.threshold) * self.spec.slowdown + 1
+            self.waits[name] = slower.clamp(max=self.spec.slowest)
 
     def state(self) -> RuleState:
-        return {
-            "travels": _travelled(self.travels),
-            "waits": self.waits,
-            "sums": self.sums,
-            "counts": self.counts,
-        }
+        return {**super().state(), "waits": self.waits, "sums": self.sums, "counts": self.counts}
 
     def restore(self, state: RuleState, step: int) -> None:
-        self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
+        super().restore(state, step)
         self.waits, self.sums, self.counts = state["waits"], state["sums"], state["counts"]
-
-    def _measure(self, step: int, updated: Mapping[str, EmulatedLinear]) -> None:
-        window_ends = step % self.spec.period == self.spec.window - 1
-        for name in updated.keys() & self.travels.keys():
-            travel = self.travels[name]
-            travel.add(updated[name])
-            if window_ends:
-                slower = torch.floor(travel.ratio() / self.spec.threshold) * self.spec.slowdown + 1
-                self.waits[name] = slower.clamp(max=self.spec.slowest)
-                del self.travels[name]
 
 
 def _decouples(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> bool:

@@ -310,11 +310,11 @@ MUTANTS = (
     ),
     Mistake(
         "engines/weights.py",
-        "Resetting.after",
+        "Measuring.ended",
         "== self.spec.window - 1",
         "== self.spec.window",
         "test_weights.py",
-        "OsciReset measures a window of `window` steps",
+        "OsciReset and Q-Ramping measure a window of `window` steps",
     ),
     Mistake(
         "engines/weights.py",
