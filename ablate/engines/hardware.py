@@ -113,9 +113,9 @@ def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:
     if not missing:
         return None
     gpu = f"SM {machine.capability[0]}.{machine.capability[1]}"
-    return Refusal(
-        f"this GPU, {gpu}, does not train {' or '.join(missing)}{_alternative(machine.capability)}", EMULATE
-    )
+    lacks = "it lacks the instruction cvt.e2m1x2; " * (machine.capability in WITHOUT_CAST)
+    other = f" ({lacks}it trains FP8 with one scale a tensor)" * (machine.capability >= (8, 9))
+    return Refusal(f"this GPU, {gpu}, does not train {' or '.join(missing)}{other}", EMULATE)
 
 
 def untried(machine: Machine) -> set[str]:
@@ -133,12 +133,6 @@ def _computes(capability: tuple[int, int]) -> set[str]:
     if (10, 0) <= capability < (12, 0):
         families.add("mxfp8")
     return families
-
-
-def _alternative(capability: tuple[int, int]) -> str:
-    if capability in WITHOUT_CAST:
-        return " (it lacks the instruction cvt.e2m1x2; it trains FP8 with one scale a tensor)"
-    return " (it trains FP8 with one scale a tensor)" if capability >= (8, 9) else ""
 
 
 SCALED_TORCH = (2, 10)

@@ -23,7 +23,6 @@ Not seen: a layer that becomes another function later, by an attribute that chan
 
 from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +37,6 @@ KNOWN = ("transformers.pytorch_utils.Conv1D", "transformers.models.falcon.modeli
 _MAKING = {"__init__", "reset_parameters", "extra_repr", *vars(type("", (), {})), "__annotations__"}
 """Attributes of a subclass that still computes what nn.Linear does."""
 _RESULTS = ("output", "gradient of the input", "gradient of the weight", "gradient of the bias")
-M = TypeVar("M", bound=nn.Module)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -127,7 +125,10 @@ def refuse_other(linear: nn.Module, name: str) -> None:
 
     leaves = [drawn(*tokens, inputs), drawn(outputs, inputs) / inputs**0.5]
     leaves += [] if linear.bias is None else [drawn(outputs)]
-    dy, bare, transposed = drawn(*tokens, outputs), without_hooks(linear), is_transposed(linear)
+    dy, transposed = drawn(*tokens, outputs), is_transposed(linear)
+    bare = object.__new__(type(linear))  # all attributes but hooks, parameters and buffers
+    nn.Module.__init__(bare)
+    bare.__dict__.update({key: value for key, value in vars(linear).items() if key not in vars(bare)})
 
     def own(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
         bare._parameters = {"weight": w.t() if transposed else w, "bias": b}
@@ -148,14 +149,6 @@ def refuse_other(linear: nn.Module, name: str) -> None:
                     f"{'' if bare.training else ' in evaluation'}, its {result} {reason};"
                     " leave it out of linears, or by filter"
                 )
-
-
-def without_hooks(module: M) -> M:
-    """Return a module of the same class that shares all attributes but hooks, parameters and buffers."""
-    bare = object.__new__(type(module))
-    nn.Module.__init__(bare)
-    bare.__dict__.update({key: value for key, value in vars(module).items() if key not in vars(bare)})
-    return bare
 
 
 def _results(function: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor) -> list[Tensor | None]:

@@ -166,16 +166,18 @@ class Ramping(Measuring[QRamping]):
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
+        adamw = isinstance(optimizer, torch.optim.AdamW)
         decays = {
-            # Adam's own weight decay is a part of the gradient, which waits with the rest.
-            id(p): 1 - group["lr"] * group["weight_decay"] if _decouples(optimizer, group) else 1.0
+            # AdamW subtracts its decay from the weights; Adam's is a part of the gradient, which waits.
+            id(p): 1 - group["lr"] * group["weight_decay"]
             for group in optimizer.param_groups
+            if group.get("decoupled_weight_decay", adamw)
             for p in group["params"]
         }
         for name, (w, *moments) in self.kept.items():
             layer, count = self.layers[name], self.counts[name]
             due = (step + 1) % self.waits[name] == 0
-            decayed = w * decays[id(layer.owner)]
+            decayed = w * decays.get(id(layer.owner), 1.0)
             layer.weight.copy_(torch.where(due, decayed + count * (layer.weight - decayed), decayed))
             state = optimizer.state[layer.owner]
             for key, old in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
@@ -193,11 +195,6 @@ class Ramping(Measuring[QRamping]):
     def restore(self, state: RuleState, step: int) -> None:
         super().restore(state, step)
         self.waits, self.sums, self.counts = state["waits"], state["sums"], state["counts"]
-
-
-def _decouples(optimizer: torch.optim.Optimizer, group: Mapping[str, object]) -> bool:
-    """Return True if the optimizer subtracts its weight decay from the weights, as AdamW does."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 Nested = TypeVar("Nested")

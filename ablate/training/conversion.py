@@ -185,7 +185,8 @@ class Conversion:
                     yield self
             finally:
                 engine.listen(None)
-                self._end()
+                self._within, self._casts = None, {}
+                engine.end(_OUTSIDE.format(self._handle))
         if not self._used:
             raise RuntimeError(
                 f"step {step}: none of the {len(engine.layers)} converted layers was called; the model that"
@@ -408,12 +409,9 @@ class Conversion:
     def _begin(self, context: str, stream: str, step: int) -> None:
         engine = self.engine
         self._within, self._calls = context, Calls()
-        engine.clock.stream, engine.clock.step, engine.clock.micro_batch = stream, step, _rank()
+        engine.clock.stream, engine.clock.step = stream, step
+        engine.clock.micro_batch = dist.get_rank() if _ranks() > 1 else 0
         engine.at(step, self._run, counted=context == "step")
-
-    def _end(self) -> None:
-        self._within, self._casts = None, {}
-        self.engine.end(_OUTSIDE.format(self._handle))
 
     def _begin_call(self, layer: EmulatedLinear) -> int:
         """Return the micro-batch of a forward pass; the second call of a layer begins the next one."""
@@ -553,10 +551,6 @@ def _refuse_converted(model: nn.Module) -> None:
 def _updates(optimizer: "Optimizer", parameters: Iterable[nn.Parameter]) -> bool:
     mine = {id(p) for p in parameters}
     return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _ranks() -> int:

@@ -429,7 +429,10 @@ class Loop:
             look.metrics |= _timed(look, lambda: gradient_split([drawn, *redrawn], reference))
         if errors:
             look.metrics |= errors.metrics()
-        return _read(total, clip(self.parameters, self.watch.clip))
+        norm = clip(self.parameters, self.watch.clip)
+        if isinstance(total, Tensor) and isinstance(norm, Tensor):  # copied from the device together
+            total, norm = torch.stack((total, norm.to(total))).cpu().tolist()
+        return float(total), float(norm)
 
     def _update(self, step: int, look: "Look") -> None:
         """Apply the optimizer's step and the recipe's weight rules before and after it."""
@@ -496,13 +499,6 @@ class Look:
     shadow: bool
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-def _read(loss: Tensor | float, norm: Tensor | float) -> tuple[float, float]:
-    """Return two numbers, copied from the device together if both are there."""
-    if isinstance(loss, Tensor) and isinstance(norm, Tensor):
-        loss, norm = torch.stack((loss, norm.to(loss))).cpu().tolist()
-    return float(loss), float(norm)
 
 
 def _timed(look: Look, work: Callable[[], T]) -> T:

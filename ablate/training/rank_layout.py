@@ -41,7 +41,7 @@ class Layout:
         if config.compile:
             yield f"workload.compile compiles for one rank; leave it out, or use 1 instead of {self.ranks}"
         if self.groups(config.accumulate) > 1 and (
-            slot := _slot(recipe, lambda quant, _: _statistic(quant) == "hold")
+            slot := _slot(recipe, lambda quant, _: quant.outer and tag(quant.outer.statistic) == "hold")
         ):
             yield (
                 f"{slot}.outer.statistic hold takes the amax of the step's first micro-batch, "
@@ -103,7 +103,3 @@ def _slot(recipe: Recipe, meant: Callable[[Quant, str], object]) -> str | None:
     """Return the first operand, as `recipe.fprop.x`, for whose quantiser `meant(quant, slot)` is true."""
     pairs = ((slot, products.slot(slot)) for products in (recipe, *recipe.others) for slot in SLOTS)
     return next((f"recipe.{slot}" for slot, quant in pairs if quant is not None and meant(quant, slot)), None)
-
-
-def _statistic(quant: Quant) -> str | None:
-    return tag(quant.outer.statistic) if quant.outer else None

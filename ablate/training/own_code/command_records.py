@@ -121,7 +121,12 @@ class CommandRecords:
             if content is None:
                 print(line.text, flush=True)
             elif ACKNOWLEDGEMENT in content:
-                self._confirm(content[ACKNOWLEDGEMENT])
+                confirmed, expected = content[ACKNOWLEDGEMENT], self._expected
+                if expected is not None and confirmed != expected:
+                    raise RuntimeError(
+                        f"the command confirms recipe {confirmed!r}, and the arm's is {expected!r}; {REMEDY}"
+                    )
+                self.confirmed = True
         logged = [
             self._ordered(content, line)
             for line, content in lines
@@ -166,13 +171,6 @@ class CommandRecords:
         if not (self._printed or line.of_file) or type(step) is not int or step < 1:
             return None
         return content
-
-    def _confirm(self, confirmed: object) -> None:
-        if self._expected is not None and confirmed != self._expected:
-            raise RuntimeError(
-                f"the command confirms recipe {confirmed!r}, and the arm's is {self._expected!r}; {REMEDY}"
-            )
-        self.confirmed = True
 
     def _ordered(self, content: dict[str, object], line: Line) -> tuple[int, dict[str, object]]:
         """Return step and metrics of a line; RuntimeError if the step is not possible."""

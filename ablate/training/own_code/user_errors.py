@@ -119,7 +119,9 @@ def described(error: BaseException) -> UserError | None:
     names = [kind.__name__ for kind in type(error).__mro__]
     message = _first_line(str(error) if not isinstance(error, SyntaxError) else error.msg)
     shown = "".join(traceback.format_list(frames)).rstrip().splitlines()
-    kind = "" if isinstance(error, InputError | OutsideStepError) else _full_name(type(error))
+    module = "" if type(error).__module__ in ("builtins", "__main__") else f"{type(error).__module__}."
+    ours = isinstance(error, InputError | OutsideStepError)
+    kind = "" if ours else f"{module}{type(error).__qualname__}"
     return UserError(kind, message, file, line, tuple(shown), _transient(names, message))
 
 
@@ -201,11 +203,6 @@ def _transient(names: Iterable[str], message: str) -> bool:
         or any(part in name for part in _TRANSIENT for name in (own, *bases))
         or any(part in message for part in _TRANSIENT_MESSAGES)
     )
-
-
-def _full_name(kind: type) -> str:
-    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"
 
 
 def _first_line(message: str) -> str:

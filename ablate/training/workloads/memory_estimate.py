@@ -59,7 +59,9 @@ def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | 
     block = tokens * _block(config, number, _FP32 if device == "cpu" else number, norm)
     head = tokens * (config.width * norm + vocab * _FP32)
     head += 0 if number == _FP32 else vocab * config.width * number
-    copies = matrices * _copies(recipe, number)
+    cast = 0 if number == _FP32 else _BF16
+    quantised = _BF16 if recipe.products.fprop.w else 0  # dgrad's are made as activations are dropped
+    copies = matrices * (cast if recipe.plain else quantised)
     shadow = 0 if recipe.plain else _FP32 * weights
     measured = 0 if recipe.plain else _TELEMETRY * matrices
     activations = config.layers * block + head + copies
@@ -83,10 +85,3 @@ def _block(config: Gpt, number: int, attention: int, norm: int) -> int:
     rotated, mixed = (width + keys) * attention, width * (attention + number) + _FP32 * config.heads
     mlp = (4 if config.mlp == "swiglu" else 2) * config.hidden_width * number
     return norms + qkv + rotated + mixed + mlp
-
-
-def _copies(recipe: Recipe, number: int) -> int:
-    """Return the bytes of the copies of one weight of a block: cast to the products' type, or quantised."""
-    if recipe.plain:
-        return 0 if number == _FP32 else _BF16
-    return _BF16 if recipe.products.fprop.w else 0  # dgrad's are made as activations are dropped
