@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import IO, TypeVar
