@@ -126,9 +126,14 @@ def words(root: Path) -> tuple[int, int]:
             written, _, made = text.partition(f"\n{heading}\n")
         else:
             written, made = text, ""
-        hand += len(written.split())
-        generated += len(made.split())
+        hand += _words(written)
+        generated += _words(made)
     return hand, generated
+
+
+def _words(text: str) -> int:
+    """Return the words of a text; the bar of a table and the mark of a list are none."""
+    return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
 def git(*words: str) -> str:
