@@ -73,8 +73,7 @@ def conform(
             findings = examine(fault.faulty(), fault.RECIPE, only=fault.PROPERTIES, show=show)
         else:
             findings = _examined(subject, recipe, only, device, seed, show)
-    seconds = time.monotonic() - started
-    screen.document(_document(findings, seconds))
+    screen.document(_document(findings, seconds := time.monotonic() - started))
     _print_end(screen, findings, len(rows), seconds)
     if save is not None:
         try:
