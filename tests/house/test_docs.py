@@ -56,10 +56,10 @@ def test_a_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
 
 
-def test_the_pages_have_at_most_24_200_words_written_by_hand_and_15_000_generated():
+def test_the_pages_have_at_most_20_000_words_written_by_hand_and_15_000_generated():
     assert {HEADING} == {*GENERATED_END.values()}
     hand, generated = words(ROOT)
-    assert 10_000 < hand <= 24_200
+    assert 10_000 < hand <= 20_000
     assert 5_000 < generated <= 15_000
     assert len((ROOT / "experiments" / "LOG.md").read_text().split()) <= 6_000
 
