@@ -78,9 +78,8 @@ def conform(
     if save is not None:
         try:
             count = findings.save(save)
-        except OSError as error:
-            why = f"{error.strerror}; name a file in a folder that exists"
-            raise InputError(f"--save {save}: {why}") from None
+        except OSError as why:
+            raise InputError(f"--save {save}: {why.strerror}; name a file in a folder that exists") from None
         screen.print(Text(f"{count:,} wrong numbers are in {save}"))
     raise typer.Exit(DONE if findings.passed != demo else FAILED)
 
