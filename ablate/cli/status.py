@@ -1,9 +1,8 @@
 """`ablate status`: progress of every sweep, from its ledger and its lock. Read-only, without torch."""
 
-import sqlite3
 import time
 from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -18,15 +17,14 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, console, plain_table
 from ablate.cli.options import Flags, JsonOption, Sweeps
-from ablate.errors import InputError, one_line
-from ablate.execution.sweep_control import damage
+from ablate.errors import one_line
+from ablate.execution.sweep_control import compared
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
 from ablate.reports.plain_text import duration, time_left
 from ablate.reports.report_about import current
-from ablate.store.checked_ledger import absent, folders, remedy
+from ablate.store.checked_ledger import folders
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
-from ablate.store.verify import Mismatch, Verified, verify
 
 _REFRESH_SECONDS = 2.0
 _MOST_FAILURES = 5
@@ -74,28 +72,13 @@ def status(
 
 
 def _verify(sweeps: Iterable[Path], state: Path, screen: Screen) -> int:
-    results = {folder.name: _compare(folder, state) for folder in sweeps}
+    results = {folder.name: compared(folder, Store(state)) for folder in sweeps}
     screen.document([{"name": name, **asdict(result)} for name, result in results.items()])
     for name, result in results.items():
         screen.lines(f"{name}: {result.sentence}", *(f"  {mismatch}" for mismatch in result.mismatches))
     if not results:
         screen.lines(f"No sweep has been run in {state}.")
     return FAILED if any(result.mismatches for result in results.values()) else DONE
-
-
-def _compare(folder: Path, state: Path) -> Verified:
-    """Compare one sweep with the folders of its trials. A ledger that cannot be read counts as a mismatch."""
-    path, why = folder / "ledger.db", None
-    try:
-        if why := absent(path):
-            raise InputError(why)
-        why = damage(path)
-        if not why:
-            with closing(Ledger(path, readonly=True)) as ledger:
-                return verify(ledger, Store(state))
-    except (sqlite3.DatabaseError, InputError) as error:
-        why = str(error).removeprefix(f"{path}: ")
-    return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy(path)),))
 
 
 def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:

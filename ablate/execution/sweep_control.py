@@ -18,9 +18,11 @@ from typing import Literal, TypedDict
 
 from ablate.errors import InputError
 from ablate.files import Busy, Holder, holder_of, lock, write
-from ablate.store.checked_ledger import refusal
+from ablate.store.checked_ledger import absent, refusal, remedy
 from ablate.store.databases import misplaced, open_readonly, quick_check
 from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
+from ablate.store.verify import Mismatch, Verified, verify
 
 
 class Order(TypedDict, total=False):
@@ -83,6 +85,19 @@ def damage(path: Path) -> str | None:
     except sqlite3.DatabaseError as error:  # also a name that is not text; no table: no ledger, or only begun
         begun = isinstance(error, sqlite3.OperationalError) and "no such table" in str(error)
         return None if begun else str(error)
+
+
+def compared(folder: Path, store: Store) -> Verified:
+    """Compare one sweep with the folders of its trials. A ledger that cannot be read counts as a mismatch."""
+    path = folder / "ledger.db"
+    try:
+        if not (why := absent(path) or damage(path)):
+            with closing(Ledger(path, readonly=True)) as ledger:
+                return verify(ledger, store)
+    except (sqlite3.DatabaseError, InputError) as error:
+        why = str(error)
+    why = why.removeprefix(f"{path}: ")
+    return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy(path)),))
 
 
 def put_aside(path: Path) -> Path:
