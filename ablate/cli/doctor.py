@@ -1,8 +1,6 @@
 """`ablate doctor`: describe this machine and check its numerics. It changes nothing."""
 
-import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +17,12 @@ from ablate.cli.options import JsonOption
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
-from ablate.files import finite
 from ablate.numerics.spec import VERSION
 from ablate.reports.plain_text import duration
 
 if TYPE_CHECKING:
     from ablate.verification.check_result import Row
-    from ablate.verification.parity import ParityDocument, ParityRun
+    from ablate.verification.parity import ParityRun
 
     Groups = Callable[[Callable[[str], None] | None], Iterator[tuple[str, list[Row]]]]
 
@@ -112,7 +109,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     screen = console(as_json)
     _printed(screen, comparison.groups)
     document = comparison.document()
-    written, kept = _written(comparison, document, record), ""
+    written, kept = comparison.write(document, record), ""
     # `auto` selects no other engine on a CPU; a quick comparison never approves an engine, but can reject it.
     if machine.capability is not None and not (fast and comparison.agrees):
         try:
@@ -138,18 +135,6 @@ def _comparison(engine: str, machine: Machine, fast: bool) -> "ParityRun":
     if reason := scaled.obstacle(engine):
         raise InputError(f"--engine {engine} cannot be compared here: {reason}")
     return scaled.ScaledRun(machine, scaled.bench_of(engine, machine), fast)
-
-
-def _written(comparison: "ParityRun", document: "ParityDocument", record: Path | None) -> list[Path]:
-    compared = document["compared"]
-    version = compared.get("transformer_engine") or f"{document['engine']} torch {compared['torch']}"
-    parts = (document["environment"].get("gpu", "no-gpu"), version)
-    path = record or Path(
-        "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(part)) for part in parts)]) + ".json"
-    )
-    path.write_text(json.dumps(finite(document), indent=1) + "\n", encoding="utf-8")
-    picture = comparison.draw(path.with_suffix(".png"))
-    return [path] if picture is None else [path, picture]
 
 
 # --- this machine's numerics ----------------------------------------------------------------------

@@ -450,7 +450,6 @@ PATTERNS = {
     "training.data.tokenisers": ["the hub's rule for a name"],
     "store.databases": ["types of network file systems", "octal escapes of the kernel's mounts table"],
     "cli.judge": ["words in braces of a path", "characters that a name in the state folder does not keep"],
-    "cli.doctor": ["characters that a file name does not keep"],
     "reports.notebooks": ["headings of the HTML that Markdown becomes", "headings of a page"],
     "recipes.layers": [
         "blocks in the module names of other libraries' models",
@@ -478,6 +477,7 @@ PATTERNS = {
         "the longest fence in a quoted file",
         "characters that a file name does not keep",
     ],
+    "verification.parity": ["characters that a file name does not keep"],
     "verification.gpu_peaks": ["GPU names, as the driver spells them"],
     "cli.settings": ["$NAME in a user's profile"],
     "recipes.targets.megatron": [

@@ -7,6 +7,8 @@ double of TE's native part. Such tests show that the modules pass the right oper
 kernels.
 """
 
+import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +24,7 @@ from ablate.engines import parity_record
 from ablate.engines.hardware import Machine, refusal, stray_switch, this_machine
 from ablate.engines.transformer_engine import library
 from ablate.errors import first_line
+from ablate.files import finite
 from ablate.reports.figures.parity import overlay
 from ablate.verification.check_result import Check, Row, by_group
 from ablate.verification.parity.bench import NAMES, Bench
@@ -190,11 +193,17 @@ class ParityRun:
     def losses(self) -> dict[str, dict[str, list[float]]]:
         return {TRAINED[curves.family]: curves.losses for curves in self.curves}
 
-    def draw(self, path: Path) -> Path | None:
-        """Draw the losses to a PNG file and return its path; None if nothing was trained."""
-        figure = overlay(self.losses, self.question)
-        if figure is None:
-            return None
-        figure.write(path)
+    def write(self, document: ParityDocument, path: Path | None) -> list[Path]:
+        """Write the document as JSON, with a figure of the losses beside it if something was trained, and
+        return their paths; without `path`, in the current folder, named by GPU and version."""
+        compared = document["compared"]
+        version = compared.get("transformer_engine") or f"{document['engine']} torch {compared['torch']}"
+        parts = (document["environment"].get("gpu", "no-gpu"), version)
+        name = "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(part)) for part in parts)])
+        path = path or Path(f"{name}.json")
+        path.write_text(json.dumps(finite(document), indent=1) + "\n", encoding="utf-8")
+        if (figure := overlay(self.losses, self.question)) is None:
+            return [path]
+        figure.write(picture := path.with_suffix(".png"))
         figure.close()
-        return path
+        return [path, picture]
