@@ -74,6 +74,7 @@ def rank(
     from ablate.engines.blocks import passed_over
     from ablate.training import operand_capture
     from ablate.training.operand_errors import measure
+    from ablate.verification.conformance.dumps import captured
     from ablate.verification.operand_order import Ranking
 
     note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
@@ -84,7 +85,7 @@ def rank(
         elif model is not None:
             found = operand_capture.of_model(model, batches)
         else:
-            found = operand_capture.built_in(batches, note) if dumps is None else _dumped(dumps)
+            found = operand_capture.built_in(batches, note) if dumps is None else captured(dumps)
     started, due = time.monotonic(), Due(_SILENT_SECONDS)
 
     def show(count: int) -> None:
@@ -134,23 +135,6 @@ def _workload(source: str) -> Workload:
     if not Path(file).is_file():
         raise InputError(f"--python {source}: no such file as {file}")
     return Python(file=str(Path(file).resolve()), function=function)
-
-
-def _dumped(folder: Path) -> "Capture":
-    """Return the operands of a folder of dumps: a batch is one step of one rank."""
-    from ablate.training.operand_capture import Capture
-    from ablate.training.operand_errors import Batch, Operands
-    from ablate.verification.conformance.dumps import read
-
-    batches: dict[tuple[int, int], Batch] = {}
-    for layer in read(folder):
-        if missing := [name for name in ("x", "w", "dy") if name not in layer.tensors]:
-            raise InputError(
-                f"{folder}: {layer.name} has no {' and no '.join(missing)}; rank casts all three"
-            )
-        tensors = (layer.tensors[name].bfloat16() for name in ("x", "w", "dy"))
-        batches.setdefault((layer.rank, layer.step), []).append(Operands(layer.name, *tensors))
-    return Capture([*batches.values()])
 
 
 # --- printing -------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from ablate.errors import InputError
+from ablate.training.operand_capture import Capture
+from ablate.training.operand_errors import Batch, Operands
 
 TENSORS = {
     **{"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out")},
@@ -74,6 +76,19 @@ def read(folder: Path) -> list[DumpedLayer]:
     if problems := [problem for layer in layers for problem in _misfits(layer)]:
         raise InputError(*problems)
     return layers
+
+
+def captured(folder: Path) -> Capture:
+    """Return the operands of a folder of dumps: a batch is one step of one rank."""
+    batches: dict[tuple[int, int], Batch] = {}
+    for layer in read(folder):
+        if missing := [name for name in ("x", "w", "dy") if name not in layer.tensors]:
+            raise InputError(
+                f"{folder}: {layer.name} has no {' and no '.join(missing)}; rank casts all three"
+            )
+        tensors = (layer.tensors[name].bfloat16() for name in ("x", "w", "dy"))
+        batches.setdefault((layer.rank, layer.step), []).append(Operands(layer.name, *tensors))
+    return Capture([*batches.values()])
 
 
 def _order(rank: int, step: int, name: str) -> tuple[int, int, list[tuple[str, int]]]:
