@@ -32,7 +32,7 @@ from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
-from ablate.execution.sweep_control import check, damage, exclusive, holder, put_aside
+from ablate.execution.sweep_control import check, compared, damage, exclusive, holder, put_aside
 from ablate.execution.tracking.access import check_login, import_client
 from ablate.execution.tracking.database import unusable
 from ablate.execution.tracking.mlflow_tracker import behind
@@ -43,7 +43,6 @@ from ablate.store.databases import path_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED
 from ablate.store.trial_store import Store
-from ablate.store.verify import verify
 
 if TYPE_CHECKING:
     from ablate.execution.projections import Mirror
@@ -100,7 +99,12 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
             foreign = ledger.foreign is not None
     elif path.exists():
-        why, retired = _compare(path, state)
+        store, retired = Store(state), list[str]()
+        for mismatch in compared(folder, store).mismatches:
+            if mismatch.path == str(path):
+                why = why or mismatch.why.removeprefix(f"{path}: ")
+            elif aside := store.retire(mismatch.trial):
+                retired.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")
         screen.lines(*retired)
         why = why or ("--force was given" if force else None)
         if retired and not why:
@@ -132,26 +136,6 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     screen.lines(*news, *_recovered(ledger, experiment, len(points)), *lost)
     ledger.close()
     screen.lines(f"`ablate sweep {quote(str(file))}` runs the missing trials.")
-
-
-def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
-    """Compare a readable ledger with the trial folders, and move damaged trial folders aside. Return how the
-    ledger differs, or None, and one sentence for each folder that was moved."""
-    store = Store(state)
-    retired: list[str] = []
-    try:
-        with closing(Ledger(path, readonly=True)) as ledger:
-            mismatches = verify(ledger, store).mismatches
-    except sqlite3.DatabaseError as error:
-        return str(error), []
-    for mismatch in mismatches:
-        if mismatch.path != str(path) and (aside := store.retire(mismatch.trial)):
-            retired.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")
-    difference = next(
-        (mismatch.why.removeprefix(f"{path}: ") for mismatch in mismatches if mismatch.path == str(path)),
-        None,
-    )
-    return difference, retired
 
 
 def _identity(kept: Path) -> str | None:
