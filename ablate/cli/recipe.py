@@ -26,20 +26,10 @@ from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
 from ablate.numerics.own import shown
-from ablate.numerics.spec import Quant, own_words
+from ablate.numerics.spec import own_words
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
-from ablate.recipes.recipe_text import (
-    EQUATIONS,
-    block_scale,
-    differences,
-    extras,
-    outer_scale,
-    outline,
-    placements,
-    rest,
-    rounding,
-)
+from ablate.recipes.recipe_text import EQUATIONS, OPERAND, cells, differences, outline, placements, rest
 from ablate.recipes.targets import TARGETS, Lost, Model
 from ablate.recipes.targets.experts import grouped_switches
 from ablate.recipes.targets.jobs import Job
@@ -54,7 +44,6 @@ app = App(
     no_args_is_help=True,
 )
 
-HEADER = ("operand", "element", "block", "block scale", "outer scale", "rounding", "and")
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -102,13 +91,13 @@ def show(
     screen = console()
     explained = inspect.getdoc(PRESETS[source]) if source in PRESETS else "A recipe file."
     screen.print(Text(source, style="bold"), Text(explained or ""), "", sep="\n")
-    rows = {slot: (slot, *_cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
-    widths = [max(map(len, cells)) for cells in zip_longest(HEADER, *rows.values(), fillvalue="")]
+    rows = {slot: (slot, *cells(recipe.slot(slot), recipe.dtype)) for slot in SLOTS}
+    widths = [max(map(len, column)) for column in zip_longest(OPERAND, *rows.values(), fillvalue="")]
     for product, equation in EQUATIONS.items():
         screen.print(Text(f"{equation}   {outline(getattr(recipe, product))}", style="cyan"))
-        cells = (rows[f"{product}.{operand}"] for operand in getattr(recipe, product).operands)
-        table = plain_table(*HEADER, rows=cells, style="")
-        for column, name, width in zip(table.columns, HEADER, widths, strict=True):
+        operands = (rows[f"{product}.{operand}"] for operand in getattr(recipe, product).operands)
+        table = plain_table(*OPERAND, rows=operands, style="")
+        for column, name, width in zip(table.columns, OPERAND, widths, strict=True):
             column.header, column.min_width = Text(name, "dim"), width
         screen.print(table, "")
     for line in rest(recipe):
@@ -184,13 +173,6 @@ def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
     if reasons := [f"recipe.layers.rules.{number}.match: {reason}" for number, reason in idle if reason]:
         raise InputError(*reasons)
     return layers
-
-
-def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
-    if quant is None:
-        return (dtype,)
-    scales = block_scale(quant), outer_scale(quant)
-    return (shown(quant.element), quant.block or "-", *scales, rounding(quant), ", ".join(extras(quant)))
 
 
 ModelName = Annotated[

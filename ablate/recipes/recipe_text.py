@@ -13,6 +13,8 @@ from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Recipe, Wgrad
 
 EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
+OPERAND = ("operand", "element", "block", "block scale", "outer scale", "rounding", "and")
+"""Heads of a table of operands: the name, and `cells`."""
 
 
 def block_scale(quant: Quant) -> str:
@@ -67,6 +69,14 @@ def extras(quant: Quant) -> Iterator[str]:
         yield f"error x {quant.error.times:g}" + ", permuted" * quant.error.permuted
     if quant.estimator:
         yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}"
+
+
+def cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
+    """Return the properties of an operand, by `OPERAND`; of one that is not quantised its type alone."""
+    if quant is None:
+        return (dtype,)
+    scales = block_scale(quant), outer_scale(quant)
+    return (shown(quant.element), quant.block or "-", *scales, rounding(quant), ", ".join(extras(quant)))
 
 
 def outline(product: Fprop | Dgrad | Wgrad) -> str:
