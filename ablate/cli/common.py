@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -27,20 +27,10 @@ from ablate.cli.option_groups import App
 from ablate.errors import InputError, brief, printable
 from ablate.files import ensure_home, finite, full
 
-if TYPE_CHECKING:
-    from ablate.store.ledger import Ledger
-
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 3, 130, 141, 143
 _IMPORT_SECONDS = 10.0
 """Longest wait for the end of an import at a signal."""
 _POLL_SECONDS = 0.05
-
-
-def summary_of(ledger: "Ledger") -> str:
-    """Return the answer of a sweep as Markdown. It imports pandas: call it at a sweep's end only."""
-    from ablate.reports.evidence import summary_markdown
-
-    return summary_markdown(ledger)
 
 
 def run(command: Callable[[], None]) -> None:

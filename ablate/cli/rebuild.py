@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ablate.cli.common import (
-    DONE,
-    FAILED,
-    Screen,
-    console,
-    interruption,
-    nothing_runs,
-    raise_on_sigterm,
-    summary_of,
-)
+from ablate.cli.common import DONE, FAILED, Screen, console, interruption, nothing_runs, raise_on_sigterm
 from ablate.cli.options import DeviceFlags, MlflowFlags, complete_sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
@@ -132,8 +123,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         ledger.facts.id = identity
     # MLflow may have records of unfinished trials that only the old ledger had.
     ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
-    lost = _lost(ledger, identity, experiment, len(points))
-    screen.lines(*news, *_recovered(ledger, experiment, len(points)), *lost)
+    screen.lines(*news, *_recovered(ledger, identity, experiment, len(points)))
     ledger.close()
     screen.lines(f"`ablate sweep {quote(str(file))}` runs the missing trials.")
 
@@ -144,7 +134,7 @@ def _identity(kept: Path) -> str | None:
     return match[1].decode() if match else None
 
 
-def _recovered(ledger: Ledger, experiment: Experiment, proposed: int) -> list[str]:
+def _recovered(ledger: Ledger, identity: str | None, experiment: Experiment, proposed: int) -> list[str]:
     counts = Counter({member.trial: member.status for member in ledger.members()}.values())
     total, waiting = counts.total(), counts.pop("pending", 0)
     finished = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none finished"
@@ -152,10 +142,6 @@ def _recovered(ledger: Ledger, experiment: Experiment, proposed: int) -> list[st
     records = f"{ledger.record_count():,} records"
     rest = f"{waiting} trials are not finished; each continues from its last checkpoint."
     recovered = f"{len(ledger.arms())} arms{points}, {total} trials ({finished}) with {records}."
-    return [f"Recovered: {recovered}", *[rest] * bool(waiting)]
-
-
-def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, proposed: int) -> list[str]:
     lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
     if not any(arm.role == "foreign" for arm in ledger.arms()):
         lost.append("runs that `ablate judge --into` added, if they have no judged.json")
@@ -165,7 +151,7 @@ def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, proposed
         )
     if identity is None:
         lost.append("the runs of this sweep in MLflow (new ones are created)")
-    return [f"Lost: {'; '.join(lost)}."]
+    return [f"Recovered: {recovered}", *[rest] * bool(waiting), f"Lost: {'; '.join(lost)}."]
 
 
 _LOOK_SECONDS = 0.25
@@ -234,6 +220,7 @@ def _sync_one(folder: Path, settings: Settings, anew: bool, timeout: float, scre
     check(folder, f"{folder.name}.yaml")
     open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
     from ablate.execution.projections import Mirror  # pandas
+    from ablate.reports.evidence import summary_markdown
 
     address = settings.mlflow
     assert address is not None  # `_sync` refuses it
@@ -248,7 +235,7 @@ def _sync_one(folder: Path, settings: Settings, anew: bool, timeout: float, scre
         statuses = {member.status for member in ledger.members()}
         ended = "FAILED" if statuses & {"failed", "oom"} else "KILLED"
         ended = "FINISHED" if statuses <= {*FINISHED, "pruned"} else ended
-        unsent = mirror.finish(ended, summary_of(ledger), 0.0 if missing else timeout)
+        unsent = mirror.finish(ended, summary_markdown(ledger), 0.0 if missing else timeout)
         if missing or unsent:
             why = redact(trouble or mirror.trouble or "no answer", address)
             result = f"{missing:,} of {before:,} records are missing in {redact(address)}: {why}"

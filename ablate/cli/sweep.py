@@ -27,7 +27,6 @@ from ablate.cli.common import (
     print_starting,
     program,
     raise_on_sigterm,
-    summary_of,
 )
 from ablate.cli.jobs import JobOptions, export_jobs
 from ablate.cli.options import CheckCommand, ExperimentFile, Seeds, SweepFlags
@@ -50,6 +49,7 @@ from ablate.reports.plain_text import duration, wrapped
 from ablate.reports.report_files import is_current
 from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import network_file_system
+from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
@@ -237,6 +237,13 @@ class SweepRun:
                 "text": f"{name}: {text}" + ", ".join(f"{number} {word}" for word, number in counts.items()),
             }
         )
+
+
+def summary_of(ledger: Ledger) -> str:
+    """Return the answer of a sweep as Markdown. It imports pandas: call it at a sweep's end only."""
+    from ablate.reports.evidence import summary_markdown
+
+    return summary_markdown(ledger)
 
 
 def sweep(file: ExperimentFile, options: SweepOptions, flags: SweepFlags, jobs: JobOptions) -> None:
