@@ -116,16 +116,12 @@ def whole_app() -> typer.Typer:
     return _all(_add)
 
 
-def _first_word() -> str:
-    """Return the first word after the command, also of the line that a shell wants completed."""
-    typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
-    words = typed.split() if typed and "_ABLATE_COMPLETE" in os.environ else sys.argv
-    return words[1] if len(words) > 1 else ""
-
-
 def main() -> None:
     files = {verb: file for verbs in VERBS.values() for verb, (file, _) in verbs.items()}
-    verb = _first_word()
+    # The first word after the command, also of the line that a shell wants completed.
+    typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
+    words = typed.split() if typed and "_ABLATE_COMPLETE" in os.environ else sys.argv
+    verb = words[1] if len(words) > 1 else ""
     if verb not in files and verb != "--version":
         # Names and lines of help of verbs, none of which runs: their files are not imported.
         run(_all(lambda app, verb, file, **shown: app.command(verb, **shown)(lambda: None)))

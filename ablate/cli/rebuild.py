@@ -108,7 +108,9 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
             raise InputError(f"{path}: {sound}; --force rebuilds it all the same")
     if why:
         kept = put_aside(path)
-        identity = None if foreign else _identity(kept)
+        files = [each for each in (kept, kept.with_name(f"{kept.name}-wal")) if each.is_file()]
+        match = None if foreign else _IDENTITY.search(b"".join(each.read_bytes() for each in files))
+        identity = match[1].decode() if match else None
         screen.lines(f"The old ledger ({why}) is kept as {kept}.")
     points: list[dict[str, Json]] = []
     given_up: dict[int, int] = {}
@@ -126,12 +128,6 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     screen.lines(*news, *_recovered(ledger, identity, experiment, len(points)))
     ledger.close()
     screen.lines(f"`ablate sweep {quote(str(file))}` runs the missing trials.")
-
-
-def _identity(kept: Path) -> str | None:
-    files = (path for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.is_file())
-    match = _IDENTITY.search(b"".join(path.read_bytes() for path in files))
-    return match[1].decode() if match else None
 
 
 def _recovered(ledger: Ledger, identity: str | None, experiment: Experiment, proposed: int) -> list[str]:
