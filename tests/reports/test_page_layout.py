@@ -1,8 +1,10 @@
 """No text of a page lies over another, and none leaves the page: on narrow and wide screens, and in print."""
 
+import base64
 import json
 import os
 import shutil
+import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +28,8 @@ pytestmark = [
 
 METRIC = {"metric": {"name": "val/loss", "min_effect": 0.01}}
 REASONS = ("ValueError: no batch (/home/me/train.py:5)", "MemoryError: 2 TiB (/home/me/train.py:5)")
-LOG = 'loading\n  File "/home/me/train.py", line 5, in helper\n    return next(batches)\n{}\n'
+LONG = "/data/" + "a_long_name_without_a_space_" * 6 + "rank_00.pt"
+LOG = 'loading\n  File "/home/me/train.py", line 5, in helper\n    return load("' + LONG + '")\n{}\n'
 KINDS = {
     "grid": METRIC
     | {"ablate": {"rht": [True, False], "sr": [True, False]}, "seeds": 3, "shape": {"eval_every": 1}},
@@ -110,15 +113,33 @@ return [
 ].map(one => typeof one === "string" ? one : shown(one));
 """
 """Elements that a screen reader cannot name or a keyboard cannot reach. The texts of a legend stand for its lines."""
-CONTRAST = """
+LIGHT = """
 const channel = part => (part /= 255) <= 0.04 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
 const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map(channel)
   .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0.05);
+"""
+"""Luminance of a colour, as WCAG 2 defines it."""
+CONTRAST = (
+    LIGHT
+    + """
 const band = document.querySelector(".drawn .margin"), around = getComputedStyle(document.body).backgroundColor;
 const [low, high] = [light(getComputedStyle(band).stroke), light(around)].sort((one, other) => one - other);
 return high / low;
 """
+)
 """Contrast of the outline of the region of effects too small to matter with the page."""
+FAINT = (
+    LIGHT
+    + """
+const ground = one => { for (; one; one = one.parentElement) { const colour = getComputedStyle(one).backgroundColor;
+  if (!/, 0\\)$|transparent/.test(colour) && !colour.startsWith("color")) return colour; } return "rgb(255, 255, 255)"; };
+const own = one => [...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+return [...document.querySelectorAll("body *:not(svg *):not(script)")].filter(one => own(one) && one.checkVisibility())
+  .map(one => [light(getComputedStyle(one).color), light(ground(one)), one.outerHTML.slice(0, 90)])
+  .filter(([ink, paper]) => Math.max(ink, paper) / Math.min(ink, paper) < 4.5).map(each => each[2]);
+"""
+)
+"""Texts with a contrast below 4.5, the least of WCAG 2.2 AA. Tinted cells of maps are left out: their ground is mixed."""
 
 
 @pytest.mark.parametrize("kind", PAGES)
@@ -126,6 +147,38 @@ def test_everything_has_a_name_and_is_reached_by_the_keyboard(browser, pages, ki
     for page in pages[kind]:
         browser.get(page.as_uri())
         assert browser.execute_script(UNREACHED) == []
+
+
+@pytest.mark.parametrize("width", [390, 1366])
+def test_the_reason_of_a_failed_run_is_not_cut_off(browser, pages, width):
+    browser.get(pages["failed"][0].as_uri())
+    browser.set_window_size(width, 900)
+    box = "const box = document.querySelector('#table-failures').parentElement;"
+    assert LONG in browser.execute_script(f"{box} return box.textContent;")
+    assert browser.execute_script(f"{box} return box.scrollWidth <= box.clientWidth;")
+
+
+@pytest.mark.skipif(not shutil.which("pdftotext"), reason="pdftotext is missing")
+def test_the_head_of_a_table_is_printed_on_each_of_its_sheets(browser, pages, tmp_path):
+    browser.get(pages["grid"][0].as_uri())
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {"paperHeight": 5})["data"]
+    (tmp_path / "page.pdf").write_bytes(base64.b64decode(printed))
+    done = subprocess.run(
+        ["pdftotext", "-layout", "page.pdf", "-"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    sheets = [sheet for sheet in done.stdout.split("\f") if "spec.json" in sheet]
+    assert len(sheets) > 1
+    assert all("specification" in sheet for sheet in sheets), sheets
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", PAGES)
+def test_every_text_can_be_read_on_its_ground(browser, pages, scheme, kind):
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen", "features": features})
+    for page in pages[kind]:
+        browser.get(page.as_uri())
+        assert browser.execute_script(FAINT) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
