@@ -39,7 +39,7 @@ from ablate.reports.table_notes import dropped, emulated, null_warning, reading,
 from ablate.results.forked import estimand
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
-from ablate.results.subject import described
+from ablate.results.subject import compared, described, seeds_text
 from ablate.results.unmet_phases import never_began
 from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import open_ledger
@@ -84,17 +84,20 @@ class Answer(Measurements):
         return shown
 
     def headline(self) -> list[Part]:
-        """Return the answer with its checks, what limits it, what to do next, and how to read the table."""
+        """Return what is compared, and the answer with its checks, what limits it, what to do next, and how
+        to read the table."""
+        about = Text(compared(self.ledger, self.arms), "compared")
         null, answer = null_warning(self.arms), self.answer
         chips = Chips([(check.kind, check.text) for check in answer.checks])
         if self.running:
             begun = any(arm.values or arm.diverged for arm in self.arms)
-            return [running(self.ledger), *([chips] if begun else []), *self.losses()]
+            return [about, running(self.ledger), *([chips] if begun else []), *self.losses()]
         design = self.ledger.facts.design
         settling = [Text(answer.settling.text)] if answer.settling else []
         settled: Literal["even", "answered"] = "even" if answer.even else "answered"
         unsettled: Literal["open", "none"] = "open" if answer.valid else "none"
         return [
+            about,
             Answered(answer.lead, answer.text, settled if answer.answered else unsettled),
             chips,
             *([Command(answer.command, answer.cost)] if answer.command else settling),
@@ -277,9 +280,6 @@ class Answer(Measurements):
                 " corrected again."
             )
         specs = [member.resolved for member in self.ledger.members()]
-        seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
-        number_of_seeds = f"{seeds[0]} to {seeds[-1]} seeds" if seeds else "no seeds"
-        number_of_seeds = counted(seeds[0], "seed") if len(seeds) == 1 else number_of_seeds
         matters = f" Effects smaller than {self.metric.min_effect} (min_effect) are taken not to matter."
         matters = matters if self.metric.min_effect else ""
         interval = self.arms[0].interval if self.arms else ""
@@ -299,7 +299,7 @@ class Answer(Measurements):
             matters += f" {estimand(design, self.arms)}"
         return Text(
             f"{counted(len(self.arms), 'arm')} of workload {described(specs[0]) if specs else '?'},"
-            f" {number_of_seeds} per arm."
+            f" {seeds_text(self.ledger, self.arms)}."
             f" An arm and its baseline share {shared} at each seed, so gaps are taken"
             f" seed by seed; a gap is their mean with a {interval}.{rules}{matters} A diverged seed counts"
             " as no value, and its arm's line says so.\n"

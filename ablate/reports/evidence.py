@@ -12,7 +12,7 @@ from ablate.reports.table import Table
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import estimand
 from ablate.results.headline import Headline, headline_of
-from ablate.results.subject import described
+from ablate.results.subject import described, seeds_text
 from ablate.results.summary import interval_of
 from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import unverified
@@ -42,11 +42,10 @@ def _facts(sweep: Comparisons, answer: Headline) -> dict[str, str]:
         device = provenance.get("gpu") or provenance.get("cpu") or "?"
         made += f", torch {provenance.get('torch', '?')}, {device}"
     specs = [member.resolved for member in ledger.members()]
-    seeds = sorted({arm.seeds for arm in sweep.arms if arm.role != "refused"}) or [0]
-    count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    count = seeds_text(ledger, sweep.arms)
     engines = ", ".join(sorted({spec.engine or "?" for spec in specs}))
     engine = f", engine {engines}" if any(spec.engine for spec in specs) else ""
-    run = f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {count} an arm{engine}."
+    run = f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {count}{engine}."
     every = {
         "Claim": answer.sentence,
         "Design": run + (f" {estimand(design, sweep.arms)}" if design else ""),

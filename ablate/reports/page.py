@@ -35,7 +35,7 @@ class Text(Part):
 
     text: str
     """Paragraphs separated by empty lines, with `code` and **bold** as in Markdown."""
-    kind: Literal["", "warning"] = ""
+    kind: Literal["", "warning", "compared"] = ""
     """CSS class."""
 
     def html(self) -> str:

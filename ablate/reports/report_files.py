@@ -19,7 +19,6 @@ from ablate.files import Json
 from ablate.reports.notebooks import markdown, page, run
 from ablate.reports.report_about import current, stamp, write_about
 from ablate.results.number_text import counted
-from ablate.results.subject import subject
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.training.workloads import abilities
@@ -92,17 +91,15 @@ def default_notebooks(ledger: Ledger) -> list[str]:
 
 
 def _about(ledger: Ledger, name: str, verified: str) -> str:
-    """Return the line above the title: experiment, model, number of runs, commit, verification and date."""
+    """Return the line above the title: experiment, number of runs, commit, verification and date."""
     members = ledger.members()
     unfinished = sum(member.status not in ("done", "diverged") for member in members)
     partial = f", {unfinished} of them not finished" if unfinished else ""
     commit = ledger.facts.provenance.get("commit")
     elsewhere = Judged.alone(ledger)
-    seeds = counted(len({member.seed for member in members}), "seed")
     facts = [
         f"ablate, {'runs judged as' if elsewhere else 'experiment'} {name}",
-        subject(members[0].resolved, ledger.facts.covered) if members else "",
-        f"{len(members)} runs" + ("" if elsewhere else f" on {seeds}") + partial,
+        f"{counted(len(members), 'run')}{partial}",
         f"commit {commit[:8]}" if commit else "",
     ]
     shown = " · ".join(filter(None, facts))

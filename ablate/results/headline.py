@@ -26,7 +26,6 @@ from ablate.results.next_runs import Settling, seeds_to_settle
 from ablate.results.number_text import counted, interval, minus, number, shortened
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.sensitivity import sensitivity
-from ablate.results.subject import subject
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
@@ -52,8 +51,6 @@ class Headline:
     """Command that adds these seeds; empty if there is none."""
     simplest: str = ""
     """Sentence on the recipe to take while nothing is resolved; empty otherwise."""
-    subject: str = ""
-    """Model, size, steps, data and share of quantised weights that the answer is about."""
 
     @property
     def sentence(self) -> str:
@@ -89,7 +86,7 @@ def headline_of(sweep: Comparisons) -> Headline:
     text += _by_routes(sweep) if verdicts else ""
     found = tuple(checks(sweep.ledger, sweep.arms))
     valid = not any(check.kind == "failed" for check in found)
-    search, members = bool(sweep.ledger.facts.search), sweep.ledger.members()
+    search = bool(sweep.ledger.facts.search)
     settling = seeds_to_settle(sweep.ledger, verdicts) if valid and not search else None
     open_ = valid and not search and not any(verdict.decided for verdict in verdicts)
     short = shortened([arm.name for arm in sweep.arms])
@@ -102,7 +99,6 @@ def headline_of(sweep: Comparisons) -> Headline:
         settling,
         _command(sweep.ledger, settling),
         _simplest(sweep) if open_ and verdicts else "",
-        subject(members[0].resolved, sweep.ledger.facts.covered) if members else "",
     )
 
 

@@ -1,11 +1,17 @@
-"""Subject of an answer in words: workload, model, size, steps, as a trial's spec has them."""
+"""Subject of an answer in words: recipe and knobs, workload, model, size, steps, data, seeds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ablate.experiment.arms import label
+from ablate.experiment.recipe_source import recipe_name
 from ablate.experiment.recorded_spec import RecordedSpec
-from ablate.store.judged import FOREIGN
+from ablate.experiment.yaml_document import display, parse
+from ablate.results.number_text import counted
+from ablate.results.summary import ArmSummary
+from ablate.store.judged import FOREIGN, Judged
+from ablate.store.ledger import Ledger
 from ablate.training.workloads import abilities
 
 _OF_MODEL = ("layers", "width")
@@ -13,6 +19,12 @@ _OF_RUN = ("context", "batch", "steps", "lr")
 _OF_TENSORS = ("tokens", "inputs", "outputs")
 _DEPTHS, _WIDTHS = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
 """Names of the number of layers and of features in configurations of `transformers`."""
+_SOURCES = ("train", "text", "dataset")
+"""Fields that name a data source, of those that have others beside."""
+_ADDED = ("null", "bad", "confirmed", "alone", "refused")
+"""Roles of arms that a design or a search adds to those that the file compares."""
+_MOST_NAMED = 4
+"""Largest number of arms that are named."""
 
 
 def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -31,13 +43,15 @@ def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def title(spec: RecordedSpec) -> str:
-    """Return workload, size and steps of a trial: `gpt 3x96 with 8 experts, 300 steps`, `gpt llama 2x64, 60
-    steps from a checkpoint of a run of 300`."""
+    """Return workload, size and steps of a trial: `gpt with 3 layers of width 96 and 8 experts, 300 steps`,
+    `gpt llama with 2 layers of width 64, 60 steps from a checkpoint of a run of 300`."""
     config = spec.config
     name, sizes = _model(config)
-    size = "x".join(str(sizes[key]) for key in _OF_MODEL) if len(sizes) == len(_OF_MODEL) else ""
+    name = name or Path(config.get("file") or "").name or (display(config["run"]) if "run" in config else "")
+    whole = len(sizes) == len(_OF_MODEL)
+    size = f"with {counted(sizes['layers'], 'layer')} of width {sizes['width']}" if whole else ""
     if experts := config.get("experts"):
-        size += f" with {experts['count']} experts"
+        size += f"{' and' if whole else 'with'} {experts['count']} experts"
     steps = f", {config['steps']} steps" if "steps" in config else ""
     if spec.forks:
         steps = (
@@ -48,7 +62,9 @@ def title(spec: RecordedSpec) -> str:
 
 def source_name(data: object) -> str:
     """Return the name of a data source, or of its first file or folder."""
-    return Path(str(next(iter(data.values())))).name if isinstance(data, Mapping) else str(data)
+    if not isinstance(data, Mapping):
+        return str(data)
+    return Path(str(next(filter(None, map(data.get, (*_SOURCES, *data))), ""))).name
 
 
 def described(spec: RecordedSpec) -> str:
@@ -66,9 +82,10 @@ def described(spec: RecordedSpec) -> str:
 
 
 def subject(spec: RecordedSpec, covered: float | None) -> str:
-    """Return the subject of an answer: `gpt 3x96, 300 steps, data stdlib, 93 % of matrix weights quantised`.
-    `covered`: share of the weights in matrices, except embeddings, that a recipe can quantise; None if it is
-    not known, as for the workloads' own models, all of whose blocks a recipe can quantise."""
+    """Return the subject of an answer: `gpt with 3 layers of width 96, 300 steps, data stdlib, 93 % of matrix
+    weights quantised`. `covered`: share of the weights in matrices, except embeddings, that a recipe can
+    quantise; None if it is not known, as for the workloads' own models, all of whose blocks a recipe can
+    quantise."""
     if spec.workload == FOREIGN:
         steps = spec.config["steps"]
         return f"runs from elsewhere, to step {steps:,}" if steps else "final values of runs from elsewhere"
@@ -78,3 +95,35 @@ def subject(spec: RecordedSpec, covered: float | None) -> str:
     data = f", data {source_name(spec.config['data'])}" if spec.config.get("data") else ""
     share = f", {covered:.0%} of matrix weights quantised" if covered is not None else ""
     return f"{title(spec)}{data}{share.replace('%', ' %')}"
+
+
+def seeds_text(ledger: Ledger, arms: Sequence[ArmSummary]) -> str:
+    """Return the number of seeds of each arm, `8 seeds per arm`, `2 to 4 seeds per arm`; of judged runs, the
+    number of runs."""
+    seeds = sorted({arm.seeds for arm in arms if arm.role != "refused"}) or [0]
+    word = "run" if Judged.alone(ledger) else "seed"
+    return f"{f'{seeds[0]} to ' * (len(seeds) > 1)}{counted(seeds[-1], word)} per arm"
+
+
+def compared(ledger: Ledger, arms: Sequence[ArmSummary]) -> str:
+    """Return what a sweep compares as one line: `Compared: nvfp4 (rht and sr varied in 4 arms) against bf16 ·
+    gpt with 2 layers of width 64, 300 steps, data stdlib · 8 seeds per arm`."""
+    facts, asked = ledger.facts, [arm for arm in arms if not arm.is_baseline and arm.role not in _ADDED]
+    names, baselines = [arm.name for arm in asked], sorted({arm.baseline or "" for arm in asked})
+    knobs = [*dict.fromkeys(knob.removeprefix("workload.") for arm in asked for knob in arm.knobs)]
+    by_knobs = all(arm.role == "searched" or arm.name == label(arm.knobs) for arm in asked)
+    count = counted(len(names), "arm")
+    what = ", ".join(names) if len(names) <= _MOST_NAMED else count
+    if facts.map:
+        what = f"one part at a time in {count}"
+    elif knobs and by_knobs and "recipe" not in knobs:
+        what = f"{' and '.join(knobs)} varied in {count}"
+    recipe = parse(facts.text, facts.file).value.get("recipe") if facts.text else None
+    recipe = recipe_name(recipe) if isinstance(recipe, Mapping) else recipe
+    if recipe and (facts.map or (recipe not in names and "recipe" not in knobs)):
+        what = f"{recipe} ({what})"
+    if len(baselines) > 1:  # one recipe, with the workload of each arm
+        baselines = sorted({name.split()[0] for name in baselines})
+    about = [f"Compared: {what} against {' or '.join(baselines)}"] if asked else []
+    specs = [subject(member.resolved, facts.covered) for member in ledger.members()[:1]]
+    return " · ".join([*about, *specs, seeds_text(ledger, arms)])

@@ -28,7 +28,7 @@ from ablate.reports.evidence import summary_markdown
 from ablate.results.gate import checks
 from ablate.results.next_runs import undecided
 from ablate.results.published import replications
-from ablate.results.subject import described, title
+from ablate.results.subject import compared, described, source_name, title
 from ablate.results.summary import UNLEARNED, Gaps, judge_learned, summaries
 from ablate.results.verdict_text import REASONS, needed_text
 from ablate.store.divergences import divergences
@@ -349,20 +349,74 @@ def test_a_report_names_the_model_that_was_trained_and_not_the_fields_that_it_re
     model = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
     of_run = {"context": 32, "steps": 300, "layers": 4, "width": 128}
     spec = RecordedSpec.of({"workload": {"gpt": of_run | {"model": model}}})
-    assert title(spec) == "gpt qwen3 2x64, 300 steps"
+    assert title(spec) == "gpt qwen3 with 2 layers of width 64, 300 steps"
     assert described(spec) == "gpt (model qwen3, layers 2, width 64, context 32, steps 300)"
     named = RecordedSpec.of({"workload": {"finetune": {"model": "org/name", "steps": 5}}})
     assert (title(named), described(named)) == (
         "finetune org/name, 5 steps",
         "finetune (model org/name, steps 5)",
     )
-    assert title(RecordedSpec.of({"workload": {"gpt": of_run}})) == "gpt 4x128, 300 steps"
+    sized = "gpt with 4 layers of width 128"
+    assert title(RecordedSpec.of({"workload": {"gpt": of_run}})) == f"{sized}, 300 steps"
     mixed = of_run | {"experts": {"count": 8, "top_k": 2}}
-    assert title(RecordedSpec.of({"workload": {"gpt": mixed}})) == "gpt 4x128 with 8 experts, 300 steps"
+    assert title(RecordedSpec.of({"workload": {"gpt": mixed}})) == f"{sized} and 8 experts, 300 steps"
     small = "gpt (layers 4, width 128, context 32, steps 300, data"
     for data, name in (("fineweb", "fineweb"), ({"train": "/x/a.bin", "val": "/x/b.bin"}, "a.bin")):
         shown = described(RecordedSpec.of({"workload": {"gpt": of_run | {"data": data}}}))
         assert shown == f"{small} {name})"
+
+
+@every(
+    data__name=(
+        ({"train": "/x/a.bin", "val": "/x/b.bin"}, "a.bin"),
+        ({"bytes_per_token": None, "dtype": "uint16", "train": "/x/a.bin", "val": "/x/b.bin"}, "a.bin"),
+        ({"column": "text", "config": None, "dataset": "org/books", "tokenizer": "gpt2"}, "books"),
+        ({"column": None, "text": "/x/c.txt", "tokenizer": "bytes"}, "c.txt"),
+        ({"prepared": "/x/folder"}, "folder"),
+        ("stdlib", "stdlib"),
+    )
+)
+def test_data_have_the_name_of_their_source(data, name):
+    assert source_name(data) == name
+
+
+@every(
+    text__arms__line=(
+        ("recipe: nvfp4", {"a": {"rht": True}}, "nvfp4 (a) against bf16"),
+        (
+            "recipe: {from: mxfp4, rht: true}",
+            {"rht=true": {"rht": True}},
+            "mxfp4 changed (rht varied in 1 arm) against bf16",
+        ),
+        ("recipe: nvfp4", {"nvfp4": {}}, "nvfp4 against bf16"),
+        (
+            "recipe: nvfp4",
+            {"mxfp4": {"recipe": "mxfp4"}, "hif4": {"recipe": "hif4"}},
+            "mxfp4, hif4 against bf16",
+        ),
+        ("question: none", {f"arm {n}": {} for n in range(5)}, "5 arms against bf16"),
+    )
+)
+def test_a_page_says_in_one_line_what_was_compared(text, arms, line, tmp_path):
+    with closing(Ledger(tmp_path / f"{len(line)}" / "ledger.db")) as book:
+        book.describe(**{"experiment.yaml": text, "metric": '{"name": "val/loss"}'})
+        add(book, "bf16", BASE, None)
+        for name, knobs in arms.items():
+            add(book, name, ALIKE, knobs=knobs)
+        add(book, "known bad: mxfp4", WORSE, role="bad")
+        shown = compared(book, summaries(book))
+    assert shown == f"Compared: {line} · gpt · 4 seeds per arm"
+
+
+def test_the_line_of_a_sweep_whose_arms_have_baselines_of_their_own_names_them_once(book):
+    for number, (name, seeds) in enumerate((("lr=0.1", 4), ("lr=0.2", 3)), 1):
+        losses = {seed: BASE[seed] for seed in range(seeds)}
+        add(book, f"bf16 {name}", losses, None, {"recipe": "bf16"})
+        add(book, name, losses, 2 * number - 1, {"workload.lr": float(name[3:])})
+    assert (
+        compared(book, summaries(book))
+        == "Compared: lr varied in 2 arms against bf16 · gpt · 3 to 4 seeds per arm"
+    )
 
 
 @pytest.mark.parametrize(("share", "kind"), [("0.1", "warning"), ("0.8", None), ("", None)])
