@@ -18,7 +18,7 @@ from ablate.files import Json
 from ablate.results.attribution import Effect
 from ablate.results.number_text import counted, minus, percent, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
-from ablate.results.sensitivity import FEWEST_CELLS, FEWEST_SEEDS, Sensitivity
+from ablate.results.sensitivity import AGREEMENT, FEWEST_CELLS, FEWEST_SEEDS, Sensitivity
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import KINDS, NO_ANSWER, NOT_YET, REASONS
 
@@ -103,12 +103,13 @@ def of_map(found: Sensitivity, setting: Setting) -> tuple[str, str]:
     known = [each.agreement for each in found.rankings.values() if not math.isnan(each.agreement)]
     lead = f"Mapped{f', {setting.scope}' if setting.scope else ''}."
     resolved = sum(cell.resolved for cell in found.cells)
-    told = f"{resolved} of {counted(len(found.cells), 'cell')} are told from zero."
+    told = f"{resolved} of {counted(len(found.cells), 'cell')} differ from zero."
     if found.first is None:
-        why = f"an order takes {FEWEST_CELLS} cells of a product and {FEWEST_SEEDS} seeds"
+        why = f"A ranking needs at least {FEWEST_CELLS} cells of one product and {FEWEST_SEEDS} seeds."
         if known:
-            why = f"halves of the seeds order them alike by {minus(f'{max(known):.2f}')} at most, 1 is alike"
-        return "No ranking:", f"no cell is told from all others ({why}). {told}"
+            most = minus(f"{max(known):.2f}")
+            why = f"Ranks by two halves of the seeds correlate by {most} at most; {AGREEMENT} is needed."
+        return "No ranking:", f"no cell stands out from all others. {why} {told}"
     first, times = found.first, f", with {found.times:g} times the error" if found.times > 1 else ""
     damage = setting.amount(first.total.mean, first.total, True, True)
     ends = (setting.amount(end, first.total, True, False) for end in (first.total.low, first.total.high))

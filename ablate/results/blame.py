@@ -442,8 +442,8 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
     if search.gap is None or search.stage != "over":
         text = f"the search has requested {search.runs} runs; it is at its {search.stage}."
         return "Not answered yet:", text
-    gap = f"{names.whole} against {names.baseline}: {amount(search, search.gap, unit)}"
-    spent = f"{search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
+    gap = f"Gap of {names.whole} to {names.baseline}: {amount(search, search.gap, unit)}"
+    spent = f"The search took {search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
     pair = " and ".join(names.units[each] for each in sorted(search.together[0])) if search.together else ""
     joint = (
         f"{pair} harm only together: {amount(search, search.together[1], unit)}. " if search.together else ""

@@ -20,6 +20,7 @@ from ablate.results.single_runs import curves
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import FINISHED
 from ablate.store.registration import late_changes
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, parse
 from ablate.training.workloads import abilities
@@ -45,18 +46,22 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
 
 
 def _finished(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
-    """Yield the number of finished runs, and each arm that has none, and why its first run failed."""
-    total = sum(arm.seeds for arm in arms if arm.role != "refused")
-    missing = sum(len(arm.missing) for arm in arms)
+    """Yield the number of finished runs, those of a search for a cause included, and the arms that have none,
+    by the reason of their first failed run."""
+    halves = [member.status in FINISHED for member in ledger.members() if member.role == "half"]
+    total = sum(arm.seeds for arm in arms if arm.role != "refused") + len(halves)
+    missing = sum(len(arm.missing) for arm in arms) + halves.count(False)
     early = sum(len(arm.early) for arm in arms)
     if not early and not any(arm.values or arm.diverged for arm in arms):
         yield Check("failed", f"none of {counted(total, 'run')} has finished")
         return
     text = f"{total - missing - early} of {counted(total, 'run')} finished"
     reasons = {member.name: member.reason for member in reversed(ledger.members()) if member.reason}
+    failed: dict[str, list[str]] = {}
     for arm in arms:
         if arm.role != "refused" and arm.missing and len(arm.missing) == arm.seeds and arm.name in reasons:
-            text += f"; none of {arm.name} did: {reasons[arm.name].splitlines()[0]}"
+            failed.setdefault(" ".join(reasons[arm.name].split()), []).append(arm.name)
+    text += "".join(f"; none of {', '.join(names)} did: {reason}" for reason, names in failed.items())
     yield Check("warning" if missing or early else "passed", text)
 
 
@@ -282,7 +287,7 @@ def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     if nothing_learned(arms):
         yield Check("failed", f"nothing was learned: {words}")
     elif idle:
-        yield Check("warning", f"{', '.join(idle[:3])} learned nothing; {best.name} did: {words}")
+        yield Check("warning", f"{', '.join(idle[:3])} learned nothing; the best arm has {words}")
     elif first and (abilities(first.workload).pretrained or first.config.get("start")):
         yield Check("note", f"{words}; it began from trained weights, so this shows no learning")
     else:
