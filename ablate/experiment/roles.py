@@ -16,7 +16,8 @@ BAD = "known bad: "
 ELSEWHERE = "elsewhere: "
 """Name prefix of an arm whose runs were not started here, beside those of a sweep."""
 CONFIRM = "confirm: "
-"""Name prefix of the arm that reruns a search's winner on fresh seeds. It is for readers; code reads the
-role."""
+"""Name prefix of the arm that reruns a search's winner on fresh seeds. Code reads the role; readers get
+`WINNER` in its place."""
+WINNER = "winner on fresh seeds, "
 GROUPS: tuple[Role, ...] = ("half", "alone")
 """Roles of the arms that a search for a cause adds: groups of units."""

@@ -15,7 +15,7 @@ from ablate.reports.figures import tables
 from ablate.reports.figures.health import in_order
 from ablate.reports.plain_text import inline
 from ablate.reports.table import Cell, DrawnTable, Table, only, tinted_map
-from ablate.results.number_text import counted, minus
+from ablate.results.number_text import counted, minus, shortened
 from ablate.training.metric_names import PRODUCTS, SQUARED_BIAS, VARIANCE, parse
 
 FALL = 3.0
@@ -156,6 +156,8 @@ def _by_arm(
     """Return drawings of arms, of which a reader opens one at a time, without a script; elsewhere a remark on
     each arm. `kind`: class in the style sheet; `group`: name of the drawings, of which one is open; `arms`:
     remark and drawing of each, the first of which is open."""
+    shown = shortened(arms)
+    arms = {shown(arm): drawn for arm, drawn in arms.items()}
     opened = [
         f'<details name="{group}"{" open" * (number == 0)}><summary><b>{inline(arm)}</b> {inline(remark)}'
         f"</summary>{drawing}</details>"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from ablate.experiment.roles import BAD, CONFIRM
+from ablate.experiment.roles import BAD
 from ablate.results.forked import FEWEST_PARTS, FIFTH, difference_word
 from ablate.results.intervals import Interval
 from ablate.results.number_text import counted
@@ -78,7 +78,8 @@ def reading(arms: Sequence[ArmSummary]) -> str:
         "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
         " spread of the gap is at either end of its 80 % range.": needed,
         NO_MIN_EFFECT: not needed and any(arm.margin is None for arm in undecided),
-        f"`{CONFIRM}` marks the search's best arm, rerun on seeds that took no part in choosing it; the"
+        "A number before a colon counts the arms that the search proposed, from 0.": "searched" in roles,
+        "Winner on fresh seeds: the search's best arm, rerun on seeds that took no part in choosing it. The"
         " gaps of all other searched arms are exploratory.": "confirmed" in roles,
         "The search chose its best arm by these numbers, so that arm's gap looks better than it is:"
         " rerun it on fresh seeds before you rely on it.": "searched" in roles and "confirmed" not in roles,

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 
+from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.results.paired_stats import Difference
 
 _VAST = 1e6
@@ -22,9 +23,9 @@ def number(value: float, half: float = math.nan) -> str:
 
 
 def shortened(names: Collection[str]) -> Callable[[str], str]:
-    """Return a function that shortens, in any text, the long numbers of arms' names, such as drawn rates.
-    They get the fewest significant digits, at least 3, by which all names stay distinct. Files for programs
-    keep all digits."""
+    """Return a function that makes arms' names in any text readable: it says which arm reruns a winner, and
+    shortens long numbers, such as drawn rates, to the fewest significant digits, at least 3, by which all
+    names stay distinct. Files for programs keep names as they are."""
     numbers = {each for name in names for each in _FRACTION.findall(name)}
     long = [each for each in numbers if len(each.partition("e")[0].replace(".", "").lstrip("0")) > _TYPED]
 
@@ -34,7 +35,7 @@ def shortened(names: Collection[str]) -> Callable[[str], str]:
 
     apart = len({*names})
     digits = next((n for n in range(3, 17) if len({rounded(name, n) for name in names}) == apart), 0)
-    return lambda text: rounded(text, digits) if long and digits else text
+    return lambda text: (rounded(text, digits) if long and digits else text).replace(CONFIRM, WINNER)
 
 
 def _exponent(value: float) -> int:

@@ -16,6 +16,7 @@ from ablate.cli.answer_view import MOST_LINES, print_lines
 from ablate.cli.common import Screen
 from ablate.cli.executor import View
 from ablate.execution.progress import Progress, Routine, Running
+from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Asked
 from ablate.reports.table import Column, Table
 from ablate.results.comparisons import Comparisons
@@ -113,6 +114,16 @@ def test_tables_for_people_have_short_numbers_and_files_for_programs_all_digits(
         assert f"bf16 lr={short}" in table.markdown()
         assert rate not in table.markdown() + table.html()
         assert rate in (tmp_path / "arms.csv").read_text()
+
+
+def test_the_rerun_of_a_winner_has_a_name_for_people_and_its_own_for_programs(tmp_path):
+    name = f"{CONFIRM}0: sr=false"
+    table = Table("arms", [name], [Column("arm", str), Column("n", len)])
+    table.save(tmp_path)
+    for text in (table.markdown(), table.html()):
+        assert "winner on fresh seeds, 0: sr=false" in text
+        assert name not in text
+    assert name in (tmp_path / "arms.csv").read_text()
 
 
 def test_under_no_answer_there_is_no_advice_on_how_to_read_the_table(tmp_path):

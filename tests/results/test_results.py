@@ -939,9 +939,8 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     assert confirmed.verdict.fresh_seeds == 3
     assert winner(studied) == name
     assert fresh_seeds(studied, 3) == seeds  # the same when the sweep goes on
-    assert "marks the search's best arm, rerun on seeds that took no part in choosing it" in reading(
-        list(arms.values())
-    )
+    note = "Winner on fresh seeds: the search's best arm, rerun on seeds that took no part in choosing it"
+    assert note in reading(list(arms.values()))
     lines = [cells[0].strip() for cells in shown(list(arms.values()), studied.facts.metric)]
     short = shortened([*arms])
     assert lines[lines.index(short(arms[name].baseline)) + 1] == short(CONFIRM + name)

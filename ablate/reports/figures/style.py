@@ -30,6 +30,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullForma
 from matplotlib.typing import RcKeyType
 
 from ablate.errors import printable
+from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.experiment.schema import Metric
 from ablate.reports.plain_text import csv_cell, html_text, with_minus
 
@@ -255,7 +256,7 @@ def label(text: str, width: int = 34, lines: int = 2) -> str:
     The middle of a name that is still too long is left out, since names differ at their ends. An underscore
     at the start gets a thin space before it, because a legend leaves such labels out.
     """
-    most = (width - 3) * lines
+    text, most = text.replace(CONFIRM, WINNER), (width - 3) * lines
     if len(text) > most:
         text = f"{text[: most // 2]}…{text[-(most // 2) :]}"
     if len(text) > width:
