@@ -99,16 +99,18 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms whose layer policies select the same layers, and one line for each part of the
-    policy; a line on how to try it if only the user's code knows the layers. Arms without a layer policy,
-    checks beside the file's arms, and the cells of a map are left out."""
+    policy; for every quantised arm of the user's own code, why no layer is shown, and what shows them. Other
+    arms without a layer policy, checks beside the file's arms, and the cells of a map are left out."""
     if experiment.keys.map:
         return
-    unknown = f"your code alone knows them: `ablate check {experiment.file}` shows their share in FP4"
+    unknown = (
+        "your code builds the model, and a plan does not run it:"
+        f" `ablate check {experiment.file}` shows the share of weights that is quantised"
+    )
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if arm.recipe.layers == Layers() or arm.outside:
-            continue
-        if arm.layers or (arm.config.own_code and arm.config.in_process):
+        own = arm.config.own_code and arm.config.in_process and not arm.recipe.plain
+        if not arm.outside and (own or (arm.layers and arm.recipe.layers != Layers())):
             lines = tuple(placements(arm.recipe, arm.layers)) or (unknown,)
             arms.setdefault(lines, []).append(one_line(arm.name))
     for lines, names in arms.items():

@@ -226,14 +226,17 @@ def test_arms_whose_policies_select_alike_are_told_together(tmp_path):
     assert (told[0].count("skip_last=1"), len(told[1])) == (2, 3)
 
 
-def test_layers_that_only_own_code_knows_have_a_line_if_a_recipe_selects_among_them(tmp_path):
+def test_layers_of_own_code_have_a_line_that_says_why_they_are_not_shown(tmp_path):
     (tmp_path / "mine.py").write_text("def train(trial): ...\n")
     keys = {"workload": {"python": {"file": str(tmp_path / "mine.py"), "steps": 2}}, "shape": None}
-    (told,) = policies(tiny(tmp_path, ablate={"skip_last": [0, 1], "rht": [True, False]}, **keys))
-    assert told[0].count("skip_last=1") == 2
-    (line,) = told[1]
-    assert f"`ablate check {tmp_path}" in line
-    assert list(policies(tiny(tmp_path, ablate={"sr": [True, False]}, **keys))) == []
+    for ablate, names in (
+        ({"skip_last": [1], "rht": [True, False]}, "'skip_last=1 rht=true', 'skip_last=1 rht=false'"),
+        ({"sr": [True, False]}, "'sr=true', 'sr=false'"),
+    ):
+        ((arms, (line,)),) = policies(tiny(tmp_path, ablate=ablate, **keys))
+        assert arms == names
+        assert line.startswith("your code builds the model, and a plan does not run it: `ablate check ")
+    assert list(policies(tiny(tmp_path, recipe="bf16", ablate={"workload.steps": [2, 3]}, **keys))) == []
 
 
 def test_a_plan_for_another_machine_takes_its_gpu_and_refuses_what_that_cannot_train(tmp_path):
