@@ -28,7 +28,7 @@ from ablate.engines.emulated import Engine
 from ablate.recipes.recipe import Recipe
 from ablate.training.data.batches import Batch
 from ablate.training.distributed import RankPart
-from ablate.training.metric_names import QUANTITIES, by_recipe, plain_metric
+from ablate.training.metric_names import QUANTITIES, by_recipe
 
 Evaluation = dict[str, list[float]]
 """Values of the validation batches by reading: `loss`, `loss_bf16`, `loss@nvfp4`, `kl@nvfp4`, ..."""
@@ -53,11 +53,6 @@ class PreparedRun(NamedTuple):
     """Function that returns a batch's logits [tokens, vocabulary]; None: the model has none."""
     readings: Mapping[str, Recipe] = MappingProxyType({})
     """Recipes by which every evaluation also reads the weights (`recipes.readings`), by name."""
-
-
-def means(evaluation: Evaluation) -> dict[str, float]:
-    """Return the means over the batches as metrics: `val/loss`, `val/loss_bf16` and so on."""
-    return {plain_metric(name): math.fsum(values) / len(values) for name, values in evaluation.items()}
 
 
 @torch.no_grad()

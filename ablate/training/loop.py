@@ -39,12 +39,12 @@ from ablate.recipes.recipe import Recipe
 from ablate.training import cuda_arithmetic
 from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import RankPart, clip, gathered, placed, placed_optimizer, world
-from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
+from ablate.training.evaluation import Evaluation, PreparedRun, evaluate
 from ablate.training.first_nonfinite import Finder, Origin
 from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
-from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED, IMBALANCE
+from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED, IMBALANCE, plain_metric
 from ablate.training.metrics import (
     SlotErrors,
     gradient_noise,
@@ -113,11 +113,6 @@ class Meter:
         if not measured:
             self.unmeasured += 1
             self.unmeasured_seconds += seconds
-
-    @property
-    def finite(self) -> bool:
-        """True if the last step's loss and gradient norm were finite."""
-        return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
 
     def state(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "tokens_per_step"}
@@ -377,7 +372,6 @@ class Loop:
         budget = config.time_budget is not None and self.world.broadcast(self.spent >= config.time_budget)
         self.over = stopped or budget or done == self.last
         evaluates = not stopped and (self.over or (not self.window and done % config.eval_every == 0))
-        finite = self.meter.finite
         closes = evaluates or diverges or self.over or done % self.telemetry.log == 0
         if metrics or closes:
             metrics |= self.meter.metrics(done) if closes else self.meter.latest(done)
@@ -388,11 +382,13 @@ class Loop:
             self.meter.reset()
         if evaluates:
             self.evaluated = evaluate(self.run, recipe, self.part)
-            metrics |= means(self.evaluated)
+            each = self.evaluated.items()
+            metrics |= {plain_metric(name): math.fsum(values) / len(values) for name, values in each}
         if self.over:
             metrics["flops/fp4_share"] = self.run.engine.fp4_share()
-        if stopped:
-            metrics[GUARD_STOPPED if finite else FIRST_NONFINITE] = float(done + self.counted)
+        if stopped and verdict.cause:
+            ending = FIRST_NONFINITE if verdict.cause.ratio is None else GUARD_STOPPED
+            metrics[ending] = float(done + self.counted)
         return Record(done + self.counted, metrics, verdict if diverges else None) if metrics else None
 
     def _seen(self, done: int) -> dict[str, float]:

@@ -58,11 +58,8 @@ def read(line: str) -> LogRecord | None:
         if name == "loss" and value == _NOT_HERE:
             return None
         if begin[1]:
-            ours = "val/loss" if name == "loss" else _validated(ours)
+            ours = "val/loss" if name == "loss" else ours
+            if parse(ours).family == "throughput":  # the speed of validation, not of training
+                ours = str(Name("val", None, None, ours))
         metrics["train/loss" if ours == "loss" else ours] = value
     return LogRecord(int(begin[2]), metrics)
-
-
-def _validated(name: str) -> str:
-    """Return the name of a metric of training that was measured in validation; that of no speed stays."""
-    return str(Name("val", None, None, name)) if parse(name).family == "throughput" else name
