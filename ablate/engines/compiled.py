@@ -57,18 +57,15 @@ def _linear_backward(
             f"{module.name}: the step whose forward pass this is has ended;"
             " call backward inside it too, since compiled layers read the recipe when they run"
         )
-    if module.products.plain:
-        high = dy.to(module.dtype)
-        dx, dw = linear(high, w.to(module.dtype).t()), linear(high.t(), x.to(module.dtype).t())
-        summed = high
-    else:
-        with module.clock.within(int(micro_batch)):  # a later forward pass may have begun another one
-            dx, dw = backward(
-                module, module.products, (x.to(torch.bfloat16), w, None, None), dy, (True, True)
-            )
-        summed = dy if bias is None else dy.to(torch.promote_types(dy.dtype, bias.dtype))
+    plain = module.products.plain
+    with module.clock.within(int(micro_batch)):  # a later forward pass may have begun another one
+        kept = (x if plain else x.to(torch.bfloat16), w, None, None)
+        dx, dw = backward(module, module.products, kept, dy, (True, True))
+    assert dx is not None
+    assert dw is not None
+    wide = module.dtype if plain or bias is None else torch.promote_types(dy.dtype, bias.dtype)
     module.end_call(int(micro_batch))
-    db = dy.new_empty(0) if bias is None else summed.sum(0).to(bias.dtype)
+    db = dy.new_empty(0) if bias is None else dy.to(wide).sum(0).to(bias.dtype)
     # Contiguous as announced below, even if x and w are not: inductor's code relies on the strides.
     return dx.to(x.dtype).contiguous(), dw.to(w.dtype).contiguous(), db
 

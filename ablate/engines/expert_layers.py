@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ablate.engines import grouped
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.products import Kept, backward, forward
+from ablate.engines.products import backward, forward
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import first_order, linear
 from ablate.numerics.scaling import histogram
@@ -215,13 +215,8 @@ class GroupedCall(torch.autograd.Function):
             if begin == end:
                 kept += (None, None, None, None)
                 continue
-            x, w = rows[begin:end], layer.part(packed)
-            if of_layer.plain:
-                y[begin:end] = linear(x.to(layer.dtype), w.to(layer.dtype))
-                kept += (x, w, None, None)
-                continue
             with layer.clock.within(batches[number]):
-                y[begin:end], of_expert = forward(layer, of_layer, x, w)
+                y[begin:end], of_expert = forward(layer, of_layer, rows[begin:end], layer.part(packed))
             kept += of_expert
         ctx.save_for_backward(*kept)
         return y
@@ -251,7 +246,7 @@ class GroupedCall(torch.autograd.Function):
                 if begin < end:
                     kept = saved[4 * number : 4 * number + 4]
                     with layer.clock.within(ctx.batches[number]):
-                        of_x, of_w = _gradients(layer, ctx.products[number], kept, dy[begin:end], needs)
+                        of_x, of_w = backward(layer, ctx.products[number], kept, dy[begin:end], needs)
                     if dx is not None:
                         dx[begin:end] = of_x
                     if dw is not None:
@@ -274,21 +269,6 @@ def _returned(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | 
         dw.zero_()  # every rank has the whole one, and they are added later
     dx, dw = None if dx is None else dx.to(ctx.dtype), None if dw is None else dw.to(ctx.like[1])
     return dx, dw, None, None, None, None
-
-
-def _gradients(
-    layer: EmulatedExpert, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    if not products.plain:
-        return backward(layer, products, kept, dy, needs)
-    x, w, _, _ = kept
-    assert x is not None
-    assert w is not None
-    dy = dy.to(layer.dtype)
-    return (
-        linear(dy, w.to(layer.dtype).t()) if needs[0] else None,
-        linear(dy.t(), x.to(layer.dtype).t()) if needs[1] else None,
-    )
 
 
 def _spans(counts: Sequence[int]) -> Iterator[tuple[int, int]]:

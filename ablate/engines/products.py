@@ -19,7 +19,7 @@ from ablate.numerics import choices
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import scale_rotated
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import first_order
+from ablate.numerics.product import first_order, linear
 from ablate.numerics.quantize import Keep, Operand
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import FORWARD_COPY, Products
@@ -76,6 +76,7 @@ class Casting(Protocol):
 
     name: str
     clock: Clock
+    dtype: torch.dtype
     sharded: Sharded | None
 
     @property
@@ -153,7 +154,10 @@ A slope is None if its cast passes the gradient straight through.
 
 def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
     """Compute fprop: y = x w^T [tokens, out] in the dtype of `x` [tokens, in], and the tensors that
-    `backward` needs. w is [out, in]; of a sharded layer, this rank's rows."""
+    `backward` needs. w is [out, in]; of a sharded layer, this rank's rows. Products that quantise nothing are
+    computed in the layer's dtype."""
+    if products.plain:
+        return linear(x.to(layer.dtype), w.to(layer.dtype)).to(x.dtype), (x, w, None, None)
     xb, spec = x.to(torch.bfloat16), products.fprop
     keep: dict[str, Keep] = {
         name: "source" if quant is not None and quant.estimator is not None else False
@@ -193,8 +197,11 @@ def backward(
     x, w, x_slope, w_slope = kept
     assert x is not None
     assert w is not None
-    dy = dy.to(torch.bfloat16)
     dx = dw = None
+    if products.plain:
+        high, x, w = (z.to(layer.dtype) for z in (dy, x, w))
+        return linear(high, w.t()) if needs[0] else None, linear(high.t(), x.t()) if needs[1] else None
+    dy = dy.to(torch.bfloat16)
     g, gt = layer.gradients(dy, products, *needs)
     if needs[0]:
         spec = products.dgrad
