@@ -185,11 +185,8 @@ class Finetune(TextWorkload):
         from ablate.engines.products import DTYPES
         from ablate.training.models.causal import build, logits, loss
 
-        model = (
-            self._start(self.base, clock, device)
-            if self.base
-            else build(self.model, self.corpus.vocab, clock.seed, device)
-        )
+        source = self._pretrained(self.base, device.type) if self.base else self.model
+        model = build(source, self.corpus.vocab, clock.seed, device)
         parts = (partial(part, clock, DTYPES[recipe.dtype]) for part in (loss, logits))
         return Subject(model, *parts)
 
@@ -224,16 +221,15 @@ class Finetune(TextWorkload):
             eval_every=base.steps,
         )
 
-    def _start(self, base: Base, clock: Clock, device: torch.device) -> nn.Module:
-        """Return the model with the base's weights, read from the cache or trained now."""
-        from ablate.training.models.causal import build
+    def _pretrained(self, base: Base, device: str) -> str:
+        """Return the folder in the cache of the model with the base's weights, which are trained now if there
+        are none."""
 
         def fill(folder: Path) -> None:
-            for _ in self._pretrain(base, device.type, folder):
+            for _ in self._pretrain(base, device, folder):
                 pass
 
-        folder = kept("models", self._base_key(base, device.type), fill)
-        return build(str(folder), self.corpus.vocab, clock.seed, device)
+        return str(kept("models", self._base_key(base, device), fill))
 
     def _base_key(self, base: Base, device: str) -> str:
         import torch
