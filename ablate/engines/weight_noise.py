@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +61,12 @@ class NormNoise:
         if sigma == 0:
             yield
             return
+        clock = replace(self.clock, redraw=False)
         kept = {name: weight.detach().clone() for name, weight in self.weights.items()}
         try:
             with torch.no_grad():
                 for name, weight in self.weights.items():
-                    drawn = gaussian(self.clock, site(name, "noise"), weight.numel())
+                    drawn = gaussian(clock, site(name, "noise"), weight.numel())
                     weight.add_((sigma * drawn).to(weight))
             yield
         finally:

@@ -32,7 +32,7 @@ class History:
             # As long as there were steps, in powers of two, for each of which the kernel is compiled.
             length = 1 << max(0, clock.step - next(iter(self.amax), clock.step) - 1).bit_length()
             made = cuda.remembered(current, past, entry, clock.step - last, min(steps, length))
-            if clock.stream == "training":
+            if clock.trains:
                 self.amax[clock.step] = made[1]
                 self.amax.pop(clock.step - steps - 1, None)
                 self._past = self.amax, clock.step, steps, made[2]
@@ -47,7 +47,7 @@ class History:
 
     def note(self, current: Tensor, clock: Clock, steps: int) -> None:
         """Include `current` in the maximum of this step, in training, and drop steps older than `steps`."""
-        if clock.stream == "training":
+        if clock.trains:
             largest, earlier = _finite(current), self.amax.get(clock.step)
             if earlier is not None:
                 largest = torch.maximum(torch.as_tensor(earlier, dtype=largest.dtype), largest)
@@ -59,13 +59,13 @@ class History:
         call, that of the last period, or `current` if there is none."""
         period = clock.step - clock.step % steps
         if cuda.runs_on(current.device):
-            first = period if clock.stream == "training" else next(iter(self.amax), period)
+            first = period if clock.trains else next(iter(self.amax), period)
             made = cuda.remembered(current, None, self._entry(first, current), 0, 0)
-            if clock.stream == "training":
+            if clock.trains:
                 self.amax = {period: made[1]}
             return made[0]
         amax = _finite(current)
-        if clock.stream == "training":
+        if clock.trains:
             self.amax = {period: _or(self.amax[period], amax) if period in self.amax else amax}
         return _or(next(iter(self.amax.values()), current), current)
 

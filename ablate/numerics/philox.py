@@ -9,7 +9,7 @@ counter.
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -43,6 +43,14 @@ class Clock:
     micro_batch: int = 0
     calls: dict[str, int] | None = None
     """Number of calls of each layer since `begin`; None: calls are not counted, and draw the same bits."""
+    redraw: bool = field(default=False, repr=False)
+    """True in a second gradient of a step, which has bits of its own, and the noise and dropout of the first:
+    those are drawn by `replace(clock, redraw=False)` and by `str(clock)`."""
+
+    @property
+    def trains(self) -> bool:
+        """True in the steps of a run, or of its twin, that amax histories record."""
+        return self.stream in ("training", "twin") and not self.redraw
 
     def begin(self, micro_batch: int) -> None:
         """Begin a micro-batch: count the calls of its layers from 0."""
@@ -99,7 +107,7 @@ def schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[T
 
 def philox_key(clock: Clock, purpose: int = 0, call: int = 0) -> tuple[int, int]:
     """Return the two key words: the seed; and stream, purpose and call."""
-    return clock.seed & _MASK, STREAMS[clock.stream] << 8 | purpose << 4 | call
+    return clock.seed & _MASK, STREAMS["redraw" if clock.redraw else clock.stream] << 8 | purpose << 4 | call
 
 
 def random_bits(
@@ -127,6 +135,6 @@ def random_bits(
     # torch's default dtype may be another, and 24 bits fit no narrower one.
     bits = torch.empty(groups, 4 // fields, 4, fields, dtype=torch.float32, device=device)
     for call, four in enumerate(words):
-        for field in range(fields):
-            bits[:, call, :, field] = (four.t() >> (32 // fields) * field).bitwise_and_((1 << width) - 1)
+        for part in range(fields):
+            bits[:, call, :, part] = (four.t() >> (32 // fields) * part).bitwise_and_((1 << width) - 1)
     return bits.view(rows, columns)

@@ -480,8 +480,8 @@ class Loop:
         engine = self.run.engine
         if not (engine.recipe.draws and all(layer.emulates for layer in engine.layers.values())):
             return []
-        with kept([engine.clock], "stream"), engine.again():
-            engine.clock.stream = "redraw"
+        with kept([engine.clock], "redraw"), engine.again():
+            engine.clock.redraw = True
             self.gradient(step)
         return [[gradient.clone() for gradient in gradients(self.parameters)]]
 

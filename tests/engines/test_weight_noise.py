@@ -16,7 +16,7 @@ from ablate.numerics.philox import Clock, random_bits, site
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.te_mapping import recipe_refusals
 from ablate.recipes.weight_noise import Noise
-from ablate.training.loop import Loop
+from ablate.training.loop import Loop, Telemetry
 
 NOISE = Noise(start=0.2, end=0.002, stages=3)
 NORMS = {f"blocks.{block}.{norm}" for block in range(2) for norm in ("attention_norm", "mlp_norm")}
@@ -156,6 +156,16 @@ def test_recomputed_activations_see_the_noise_of_their_forward_pass(shards):
         for step in range(4):
             one.step(step)
     assert equal(weights(plain), weights(recomputed))
+
+
+def test_a_second_draw_of_a_gradient_has_the_noise_of_the_first(shards):
+    """Nothing else of this recipe is drawn, so both gradients are equal."""
+    plain = noisy(PRESETS["mxfp4"]())
+    assert not plain.products.draws
+    records = train(gpt(shards, steps=8), plain, telemetry=Telemetry(every=0, shadow=1, log=1))
+    split = [(record.metrics["grad/variance"], record.metrics["grad/squared_bias"]) for record in records]
+    assert len(split) == 8
+    assert all(variance == 0 and bias > 0 for variance, bias in split[1:])
 
 
 def test_a_failed_step_leaves_the_norms_as_they_were(shards):

@@ -206,7 +206,7 @@ MUTANTS = (
     Mistake(
         "numerics/history.py",
         "History.note",
-        'if clock.stream == "training":',
+        "if clock.trains:",
         "if True:",
         "test_history.py",
         "an evaluation adds nothing to the history",

@@ -111,6 +111,12 @@ class TestHistory:
             assert watched.amax == before
             assert look(watched, word, largest, step) == answer
 
+    def test_a_twin_records_what_its_run_does(self, word):
+        run, twin = History(), History()
+        for step, largest in enumerate(AMAXES):
+            assert look(run, word, largest, step) == look(twin, word, largest, step, stream="twin")
+        assert run.amax == twin.amax
+
     def test_evaluation_sees_what_training_would(self, word):
         history = History()
         for step, largest in enumerate(AMAXES[:6]):

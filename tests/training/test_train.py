@@ -374,13 +374,13 @@ def test_the_clock_of_a_training_draw_is_its_step_and_micro_batch(shards):
     corpus, clock, seen = open_corpus(shards), Clock(0), []
 
     def batch(step, micro_batch):
-        seen.append((clock.stream, clock.step, clock.micro_batch))
+        seen.append((clock.stream, clock.redraw, clock.step, clock.micro_batch))
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
     looped(gpt(shards, steps=3, accumulate=2, eval_every=1), NVFP4, batch, clock, Telemetry(shadow=3))
     # Step 0 compares the gradient, with the same batches, and draws it a second time.
-    steps = [("training", 0), ("redraw", 0), ("training", 0), ("training", 1), ("training", 2)]
-    assert seen == [(*step, micro_batch) for step in steps for micro_batch in range(2)]
+    steps = [(False, 0), (True, 0), (False, 0), (False, 1), (False, 2)]
+    assert seen == [("training", *step, micro_batch) for step in steps for micro_batch in range(2)]
 
 
 def test_a_schedule_changes_the_losses_from_its_step_on_and_not_before(shards):

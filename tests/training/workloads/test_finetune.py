@@ -179,6 +179,13 @@ def test_recomputed_activations_change_no_bit_of_a_model_of_transformers(tmp_pat
     assert recomputed == kept
 
 
+def test_a_second_draw_of_a_gradient_has_the_dropout_of_the_first(tmp_path):
+    recipe = PRESETS["mxfp4"]().changed({"wgrad.g.rounding": "stochastic"})  # of a product that lora lacks
+    assert recipe.draws
+    records = run(tune(tmp_path, lora=Lora(rank=2, dropout=0.3)), recipe, telemetry=OFTEN)
+    assert {one["grad/variance"] for _, one in records if "grad/variance" in one} == {0.0}
+
+
 def test_a_base_is_trained_once_and_is_better_than_none(tmp_path, monkeypatch):
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
     base = Base(steps=30, lr=1e-2, data=shards(tmp_path))
