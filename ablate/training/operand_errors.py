@@ -261,7 +261,8 @@ def measure(
     recipes' names in errors, by default their numbers. InputError if a rule selects no layer, batches have
     other layers, or an operand is zero everywhere, or cast to numbers that are not finite.
     """
-    placed = [_placed(recipe.at(0, Run(1)), layers) for recipe in recipes]
+    titles = titles or [f"recipe {number}" for number in range(1, len(recipes) + 1)]
+    placed = [_placed(r.at(0, Run(1)), layers, title) for r, title in zip(recipes, titles, strict=True)]
     casting = _Casting(placed, Caster(seed, fixed=fixed), progress, titles)
     if callable(batches):
         batches(casting.add)
@@ -343,11 +344,10 @@ class _Casting:
         for which, cast in ((which, cast) for which, own in enumerate(used) for cast in own):
             kept[:, which, SLOTS.index(cast.slot)] = errors[cast]
             if not math.isfinite(errors[cast][0]):
-                title = self.titles[which] if self.titles else f"recipe {which + 1}"
                 raise InputError(
-                    f"{title}: {cast.slot} of {operands.layer} is cast to numbers that are not finite: leave"
-                    " this recipe out, or change how it casts that operand, whose largest magnitude is"
-                    f" {operands.of(cast.slot).abs().max():.3g}"
+                    f"{self.titles[which]}: {cast.slot} of {operands.layer} is cast to numbers that are not"
+                    " finite: leave this recipe out, or change how it casts that operand, whose largest"
+                    f" magnitude is {operands.of(cast.slot).abs().max():.3g}"
                 )
         self.errors[-1][operands.layer] = kept
         self.sizes[operands.layer] = operands.w.numel()
@@ -356,11 +356,11 @@ class _Casting:
         self.progress(sum(map(len, self.errors)))
 
 
-def _placed(recipe: Recipe, layers: Sequence[Layer]) -> Callable[[str], Products]:
+def _placed(recipe: Recipe, layers: Sequence[Layer], title: str) -> Callable[[str], Products]:
     if not layers:
         return lambda name: recipe.products
-    for rule in recipe.layers.rules:
+    for number, rule in enumerate(recipe.layers.rules):
         if reason := select(rule.match, layers).reason:
-            raise InputError(f"recipe.layers.rules.match: {reason}")
+            raise InputError(f"{title}: layers.rules.{number}.match: {reason}")
     deciders = recipe.layers.deciders(layers)
     return lambda name: recipe.decided(deciders[name]) or Products()

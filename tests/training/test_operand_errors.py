@@ -17,7 +17,7 @@ from ablate.errors import InputError
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
 from ablate.recipes import PRESETS
-from ablate.recipes.layers import located
+from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Recipe, Wgrad
 from ablate.training.operand_capture import collected, of_model, of_workload
 from ablate.training.operand_errors import Caster, Operands, casts, measure
@@ -391,6 +391,15 @@ def test_a_cast_that_is_not_finite_names_its_recipe_slot_and_layer():
     named = {name: PRESETS[name]() for name in ("mxfp4", "nvfp4")}
     with pytest.raises(InputError, match=r"^nvfp4: fprop\.x of blocks\.0\.up .* 3e\+38$"):
         measure([*named.values()], [[given]], titles=[*named])
+
+
+def test_a_rule_that_selects_no_layer_names_its_recipe():
+    rules = ({"match": {"name": "*.up"}}, {"match": {"name": "*.down"}})
+    recipe = Recipe.model_validate({"layers": {"rules": rules}}, strict=False)
+    layer = Layer("blocks.0.up", 0, frozenset())
+    for titles, title in (((), "recipe 2"), (("a", "b.yaml"), "b.yaml")):
+        with pytest.raises(InputError, match=rf"^{title}: layers\.rules\.1\.match: .* selects no layer"):
+            measure([PRESETS["nvfp4"](), recipe], [[operands()]], [layer], titles=titles)
 
 
 @pytest.mark.parametrize("kind", ["torch.nn.Linear", "Cast", "Made"])
