@@ -435,6 +435,12 @@ def test_fields_of_megatrons_file_without_a_counterpart_are_named(case, tmp_path
         read(["--fp4-format e2m1 --te-precision-config-file x"], {}, lambda _: text)
 
 
+@pytest.mark.parametrize("text", ["[", "a: 2001-99-99", "!!int it", "[" * 5000], ids=lambda text: text[:20])
+def test_a_file_of_megatron_that_is_no_yaml_is_named(text):
+    with pytest.raises(ValueError, match=r"^--te-precision-config-file: no YAML: "):
+        read(["--fp4-format e2m1 --te-precision-config-file x"], {}, lambda _: text)
+
+
 # Objects, and files that are not text
 
 

@@ -168,7 +168,7 @@ def rules_of(text: str, recipe: Recipe, from_fields: FromFields) -> tuple[Rule, 
     loader.version = (1, 1)  # as PyYAML reads: `on` and `yes` are true
     try:
         data = loader.load(text)
-    except YAMLError as error:
+    except (YAMLError, ValueError, RecursionError) as error:  # its constructors of values raise ValueError
         raise ValueError(f"--te-precision-config-file: no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ValueError("--te-precision-config-file: a mapping of sections is expected at its top")
