@@ -168,8 +168,9 @@ def _count(mask: Tensor) -> int:
 def parts_of_error(operand: Operand) -> dict[str, Any]:
     """Return two of the three parts of the energy of the error e = x - q, which add up to it exactly.
 
-    The parts are those of arXiv 2605.20402. For every scale with its block of x and q, let a = <x, q> / <q,
-    q> be the factor by which its values should have been larger, in least squares. Then
+    The parts are those of arXiv 2605.20402. For every block scale with its block of x and q, or for all of x
+    and q where there are none, whatever the outer scales, let a = <x, q> / <q, q> be the factor by which the
+    values should have been larger, in least squares. Then
 
         e = x [q = 0]  +  (a - 1) q  +  (x - a q) [q != 0]
             dead zone     scale bias    noise of the grid
