@@ -135,8 +135,7 @@ class Training(Spec):
     final_lr: float = Field(0.0, ge=0, le=1)
     """Learning rate of the last step, as a fraction of the peak."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon` applies to the matrices inside blocks, with AdamW's learning rate; AdamW trains the rest, which
-    includes the experts that one tensor holds."""
+    """`muon` trains matrices inside blocks, except packed experts, at AdamW's rate; AdamW the rest."""
     optimizer_state: Literal["bf16", "fp32"] = "fp32"
     """Type of the moments between steps; bf16 is emulated by rounding to nearest after every step."""
     weight_decay: float = Field(0.1, ge=0)
