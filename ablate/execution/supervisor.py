@@ -123,6 +123,11 @@ class SilenceTimer:
         """Seconds since the last message; 0 while the trial waits for another process."""
         return 0.0 if self._waiting else time.monotonic() - self._last
 
+    @property
+    def hung(self) -> bool:
+        """True beyond the limit, whose median of all paces is not computed before there is need."""
+        return self.silence > self.patience and self.silence > self.limit
+
 
 class Supervisor:
     """Runner of one trial at a time in a child process of its own."""
@@ -175,7 +180,7 @@ class Supervisor:
                     self._bury()
                 yield end_of_attempt(request, exited, hung, kernel_kills() > killed, died, raised)
                 return
-            if expects_events and not hung and watch.silence > watch.limit:
+            if expects_events and not hung and watch.hung:
                 hung = f"no step for {watch.silence:.0f} s; its stack is in its log; ended"
                 _dump_and_kill(self._computing() or [child.pid])
             if not received:

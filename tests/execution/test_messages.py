@@ -196,6 +196,15 @@ def test_a_worker_begins_without_what_takes_seconds_to_import(module):
     )
 
 
+def test_the_median_of_all_paces_is_not_computed_while_a_trial_is_not_silent(monkeypatch):
+    """A day of steps has half a million paces, and five looks a second."""
+    monkeypatch.setattr("ablate.execution.supervisor.statistics", None)
+    timer = SilenceTimer(patience=60.0)
+    for step in range(1, 9):
+        timer.note(Events(({"step": step, "time": time.time(), "metrics": {}},)))
+    assert not timer.hung
+
+
 def test_a_trial_may_be_silent_for_20_median_steps_or_3_times_its_longest_silence(monkeypatch):
     """By steps at a known pace; below both limits its patience counts, and before the first step 10 times that."""
     now = 0.0
