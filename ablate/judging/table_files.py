@@ -80,7 +80,7 @@ def read_csv(path: Path) -> Table:
     """
     decoded = text(path)
     header = next((line for line in decoded.splitlines() if line.strip() and line[0] != _REMARK), "")
-    between = max(_BETWEEN, key=header.count)
+    between = max(_BETWEEN, key="".join(header.split('"')[::2]).count)  # outside of quotes
     reader = csv.reader(io.StringIO(decoded, newline=""), delimiter=between, strict=True)
     names: list[str] | None = None
     rows: dict[int, list[str]] = {}
@@ -134,7 +134,7 @@ def read_json_lines(path: Path, said: list[str]) -> Table:
         try:
             rows[number] = _row(_parsed(line))
         except ValueError as error:
-            if number == len(lines) and rows:
+            if number == len(lines) and rows and isinstance(error, json.JSONDecodeError):
                 said.append(f"{path}: the last line is cut and left out")
                 continue
             raise InputError(f"{path}: line {number} is not a JSON object: {error}") from None
@@ -261,5 +261,6 @@ def _cells(column: "pyarrow.ChunkedArray") -> list[Json]:
 
 def plain_cells(values: Iterable[object]) -> list[Json]:
     """Return the values of a column as JSON has them; anything else, such as a time, as text."""
-    plain = bool | int | float | str
-    return [value if value is None or isinstance(value, plain) else str(value) for value in values]
+    plain = bool | int | float | str | None
+    texts = (each.decode(errors="replace") if isinstance(each, bytes) else each for each in values)
+    return [each if isinstance(each, plain) else str(each) for each in texts]

@@ -94,6 +94,19 @@ def test_copies_count_once_and_are_said(file):
     assert sum("twice" in sentence or "copy" in sentence for sentence in found.said) == 3
 
 
+def test_commas_within_quotes_of_a_header_separate_no_columns(file):
+    quoted = LONG.replace(",", ";").replace("lr", '"lr, warmup, decay, floor, and, so, on"')
+    assert values(read([file(quoted)])) == values(read([file(LONG, "b.csv")]))
+
+
+@pytest.mark.parametrize(
+    ("last", "said"), [('{"arm": "x", "arm": "x"}', "'arm' is there twice"), ("[1, 2]", "is not an object")]
+)
+def test_a_last_line_that_is_whole_and_wrong_is_not_said_to_be_cut(file, last, said):
+    with pytest.raises(InputError, match=said):
+        read([file('{"arm": "a", "seed": 0, "step": 1, "loss": 2.5}\n' + last, "runs.jsonl")])
+
+
 REFUSED = {
     "empty": ("", "empty"),
     "header alone": ("arm,seed,step,loss\n", "no row"),

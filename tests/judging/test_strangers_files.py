@@ -428,6 +428,12 @@ def test_a_text_that_all_rows_of_a_parquet_file_share_is_decoded_once(tmp_path):
     assert {id(other) for other in others} == {id(first), id(None)}
 
 
+def test_texts_that_a_parquet_file_has_as_bytes_are_texts(tmp_path):
+    """Without the mark of a text, as older writers leave them."""
+    pa.parquet.write_table(pa.table({"arm": pa.array([b"bf16", b"nvfp4", None])}), tmp_path / "b.parquet")
+    assert read_parquet(tmp_path / "b.parquet", {}).columns["arm"] == ["bf16", "nvfp4", None]
+
+
 BEYOND = 2**53 + 2
 
 
