@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+from ablate.errors import InputError
 from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import BAD, NULL
@@ -40,6 +41,10 @@ MOST_SEEDS = 32
 _SURE = 0.9
 _CAREFUL = 0.8
 """Probability with which the width at the proposed number of seeds is kept, as far as the deviation goes."""
+
+
+class Unfinished(InputError, ValueError):
+    """A calibration in which too few trials have finished, or too few of the known-bad arm."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class Candidate:
         """
         bound = float(special.stdtrit(self.seeds - 1, _SURE)) * self.effect_error
         effect = max(0.0, self.effect - bound)
-        return effect / math.hypot(self.deviation * math.sqrt(self.seconds(arms) / 3600), self.error)
+        noise = math.hypot(self.deviation * math.sqrt(self.seconds(arms) / 3600), self.error)
+        return effect / noise if noise else math.inf if effect else 0.0
 
     def half_width(self, seeds: int, careful: bool = False, interval: Interval = SINGLE_LOOK) -> float:
         """Return half the width of a 95 % interval of one comparison with 2 seeds or more, of the kind that
@@ -132,13 +138,13 @@ def planned(experiment: Experiment, state: Path) -> Candidate | None:
     wanted = experiment.keys.design and experiment.keys.design.shape
     try:
         candidates = candidates_of(experiment, state)
-    except ValueError:  # it is not finished
+    except Unfinished:
         return None
     return next((one for one in candidates if (one.design and one.design.shape) == wanted), None)
 
 
 def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -> Candidate:
-    """Return the full runs of a calibration as a candidate; ValueError if too few are finished. `bad`: name
+    """Return the full runs of a calibration as a candidate; Unfinished if too few are finished. `bad`: name
     of the known-bad arm."""
     arms = summaries(ledger)
     values = {arm.name: arm.values for arm in arms}
@@ -149,12 +155,12 @@ def from_forks(ledger: Ledger, design: Design, steps: int, tokens_per_step: int,
     """Return the designs that are part of a calibration's forks: fewer positions, shorter windows.
 
     A candidate has three horizons, 1, 2 and 4 times its shortest window. `steps`: those of the trunk's
-    schedule; `bad`: name of the known-bad arm. ValueError if too few trials are finished.
+    schedule; `bad`: name of the known-bad arm. Unfinished if too few trials are finished.
     """
     arms = summaries(ledger)
     known = next((arm.readings for arm in arms if arm.readings and arm.readings.cells), None)
     if known is None:
-        raise ValueError("no forked trial is finished")
+        raise Unfinished("no forked trial is finished")
     error = _evaluation_error(arms)
     found = []
     for part in parts(design, known, steps):
@@ -255,7 +261,7 @@ def _candidate(
     minimize = ledger.facts.metric.direction == "minimize"
     baseline = by_name[bad].baseline if bad in by_name else None
     if baseline is None:
-        raise ValueError(f"the calibration has no arm {bad} with a baseline")
+        raise Unfinished(f"the calibration has no arm {bad} with a baseline")
     speeds = {arm.name: arm.tokens_per_s for arm in arms if arm.tokens_per_s > 0}
     unlike = [tokens_per_step / speed for name, speed in speeds.items() if by_name[name].role != "null"]
     rest = _beside_steps(ledger, {name: tokens_per_step / speed for name, speed in speeds.items()}, baseline)
@@ -296,7 +302,7 @@ def measured(
     seconds: tuple[float, float],
     error: float = 0.0,
 ) -> Candidate:
-    """Return a candidate with the effect and the noise that values have, losses by arm and seed; ValueError
+    """Return a candidate with the effect and the noise that values have, losses by arm and seed; Unfinished
     if too few seeds are finished.
 
     `design`: None for full runs; `known`: the known-bad arm and its baseline; `pairs`: unlike arms, whose
@@ -306,7 +312,10 @@ def measured(
     bad, baseline = known
     effect = paired_difference(values[bad], values[baseline])
     if effect.pairs < FEWEST_SEEDS:
-        raise ValueError(f"{effect.pairs} seeds are finished; a calibration takes {FEWEST_SEEDS} or more")
+        raise Unfinished(
+            f"{bad} and {baseline} have finished on {effect.pairs} common seeds; a calibration takes"
+            f" {FEWEST_SEEDS} or more: give an arm that does not diverge (--bad)"
+        )
     differences = [
         [values[one][seed] - values[other][seed] for seed in common(values[one], values[other])]
         for one, other in pairs

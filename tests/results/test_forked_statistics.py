@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from ablate.errors import InputError
 from ablate.experiment.schema import Design
 from ablate.reports.notebooks import run
 from ablate.reports.report_files import analysis
@@ -505,6 +506,8 @@ def test_the_sharpest_design_has_the_largest_t_after_an_hour():
     for worse in ({"deviation": 0.004}, {"steps": 400}, {"effect": 0.005}, {"effect_error": 0.003}):
         assert best([candidate(name="b", **worse), plain], 3) is plain
     assert candidate(effect=-0.01).sharpness(3) == 0  # a known-bad arm that looks better is not seen
+    exact = {"deviation": 0.0, "effect_error": 0.0, "error": 0.0}  # seeds that change nothing
+    assert [candidate(**exact, effect=effect).sharpness(3) for effect in (0.0, 0.01)] == [0, math.inf]
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("minimize", 1), ("maximize", -1)])
@@ -521,8 +524,13 @@ def test_a_calibration_takes_the_time_of_a_step_from_unlike_arms(direction, sign
                 book.record(trial, [{"step": 1, "time": 0.0, "metrics": metrics}])
                 book.settle(trial, "done")
         full = from_full_runs(book, steps=100, tokens_per_step=50, bad="mxfp4")
-        with pytest.raises(ValueError, match="no arm fp5"):
+        with pytest.raises(InputError, match="no arm fp5"):
             from_full_runs(book, steps=100, tokens_per_step=50, bad="fp5")
+        diverged = book.add_arm("wild", {"recipe": "wild"}, 1, None, "bad")
+        for seed in range(3):
+            book.settle(book.add_member(diverged, seed, f"wild/{seed}", "{}"), "diverged")
+        with pytest.raises(InputError, match="wild and bf16 have finished on 0 common seeds"):
+            from_full_runs(book, steps=100, tokens_per_step=50, bad="wild")
     assert (full.step_seconds, full.trunk_step_seconds) == pytest.approx(((50 / 100 + 50 / 25) / 2, 50 / 100))
     assert (full.seeds, full.effect) == (3, pytest.approx(0.2 * sign))
 
