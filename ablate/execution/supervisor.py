@@ -337,7 +337,8 @@ def end_of_attempt(
     if end.status == -signal.SIGKILL and starved and not hung:
         return Ended("oom", "out of memory: the kernel killed it", log=log)
     if end.status < 0:
-        killed = f"killed by signal {-end.status} ({signal.Signals(-end.status).name})"
+        name = next((one.name for one in signal.Signals if one == -end.status), "a real-time signal")
+        killed = f"killed by signal {-end.status} ({name})"
         return Ended("failed", hung or (f"rank {died.rank} was {killed}" if died else killed), log=log)
     disk_full = end.status == NO_SPACE
     if raised and not disk_full:

@@ -151,6 +151,13 @@ def test_a_process_that_can_write_no_more_says_so_by_its_status_whatever_its_log
     ]
 
 
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (35, "a real-time signal")])
+def test_a_trial_that_any_signal_kills_has_failed(number, name, tmp_path):
+    """Python has no name for most real-time signals, which batch systems send as warnings."""
+    end = end_of_attempt(TrialRequest("trial", "{}", str(tmp_path), 1, {}), Exited(-number), None, False)
+    assert (end.status, end.reason) == ("failed", f"killed by signal {number} ({name})")
+
+
 class Fails:
     """An executor whose trials end with one message."""
 
