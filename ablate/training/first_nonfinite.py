@@ -30,7 +30,7 @@ is run uncompiled here; and a step that is not finite by chance, since then the 
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -222,10 +222,6 @@ class Finder(Probe):
         for name, buffer in self.model.named_buffers():
             self.look("buffer", name, buffer)
 
-    def batch(self, tensors: Iterable[object]) -> None:
-        for number, tensor in enumerate(tensors):
-            self.look("data", str(number), tensor)
-
     def look(
         self,
         kind: Kind,
@@ -271,7 +267,8 @@ class Finder(Probe):
 
     def checked(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def computed(*batch: Any) -> Tensor:
-            self.batch(batch)
+            for number, tensor in enumerate(batch):
+                self.look("data", str(number), tensor)
             result = loss(*batch)
             self.look("loss", "", result)
             return result
