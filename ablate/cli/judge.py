@@ -159,9 +159,8 @@ def judge(
     with closing(open_ledger(settings.state, title)) as ledger:
         answer = Answer(ledger)
         answer.answer = print_lines(answer, screen, MOST_LINES, settings.state_option)
-        notes = [check.text for check in answer.answer.checks if check.kind == "note"]
-        for note in notes[:_NOTES]:
-            screen.print(f"Note: {one_line(note)}.", style="dim")
+        for note in [check for check in answer.answer.checks if check.kind == "note"][:_NOTES]:
+            screen.print(f"Note: {one_line(note.text)}.", style="dim")
         if report:
             screen.lines(f"Report: {make(settings.state, title, answer=answer).index}")
 

@@ -103,10 +103,7 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     arms without a layer policy, checks beside the file's arms, and the cells of a map are left out."""
     if experiment.keys.map:
         return
-    unknown = (
-        "your code builds the model, and a plan does not run it:"
-        f" `ablate check {experiment.file}` shows the share of weights that is quantised"
-    )
+    unknown = f"a plan does not run your code: `ablate check {experiment.file}` shows the share quantised"
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
         own = arm.config.own_code and arm.config.in_process and not arm.recipe.plain

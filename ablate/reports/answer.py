@@ -280,8 +280,8 @@ class Answer(Measurements):
                 " corrected again."
             )
         specs = [member.resolved for member in self.ledger.members()]
-        matters = f" Effects smaller than {self.metric.min_effect} (min_effect) are taken not to matter."
-        matters = matters if self.metric.min_effect else ""
+        least = self.metric.min_effect
+        matters = f" Effects smaller than {least} (min_effect) are taken not to matter." if least else ""
         interval = self.arms[0].interval if self.arms else ""
         if Judged.alone(self.ledger):
             count = f"{counted(len(self.arms), 'arm')} in {counted(len(specs), 'run')}"

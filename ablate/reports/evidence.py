@@ -41,11 +41,10 @@ def _facts(sweep: Comparisons, answer: Headline) -> dict[str, str]:
         made += f" with {changed} uncommitted lines of diff" if changed else ""
         device = provenance.get("gpu") or provenance.get("cpu") or "?"
         made += f", torch {provenance.get('torch', '?')}, {device}"
-    specs = [member.resolved for member in ledger.members()]
-    count = seeds_text(ledger, sweep.arms)
+    specs, seeds = [member.resolved for member in ledger.members()], seeds_text(ledger, sweep.arms)
     engines = ", ".join(sorted({spec.engine or "?" for spec in specs}))
     engine = f", engine {engines}" if any(spec.engine for spec in specs) else ""
-    run = f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {count}{engine}."
+    run = f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {seeds}{engine}."
     every = {
         "Claim": answer.sentence,
         "Design": run + (f" {estimand(design, sweep.arms)}" if design else ""),

@@ -96,15 +96,14 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     unfinished = sum(member.status not in ("done", "diverged") for member in members)
     partial = f", {unfinished} of them not finished" if unfinished else ""
     commit = ledger.facts.provenance.get("commit")
-    elsewhere = Judged.alone(ledger)
     facts = [
-        f"ablate, {'runs judged as' if elsewhere else 'experiment'} {name}",
+        f"ablate, {'runs judged as' if Judged.alone(ledger) else 'experiment'} {name}",
         f"{counted(len(members), 'run')}{partial}",
         f"commit {commit[:8]}" if commit else "",
+        verified,
+        f"Report of {time.strftime('%Y-%m-%d %H:%M')}",
     ]
-    shown = " · ".join(filter(None, facts))
-    verified = f" · {verified}" if verified else ""
-    return f"{shown}{verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
+    return " · ".join(filter(None, facts))
 
 
 def write_report(

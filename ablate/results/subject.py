@@ -19,8 +19,6 @@ _OF_RUN = ("context", "batch", "steps", "lr")
 _OF_TENSORS = ("tokens", "inputs", "outputs")
 _DEPTHS, _WIDTHS = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
 """Names of the number of layers and of features in configurations of `transformers`."""
-_SOURCES = ("train", "text", "dataset")
-"""Fields that name a data source, of those that have others beside."""
 _ADDED = ("null", "bad", "confirmed", "alone", "refused")
 """Roles of arms that a design or a search adds to those that the file compares."""
 _MOST_NAMED = 4
@@ -53,10 +51,8 @@ def title(spec: RecordedSpec) -> str:
     if experts := config.get("experts"):
         size += f"{' and' if whole else 'with'} {experts['count']} experts"
     steps = f", {config['steps']} steps" if "steps" in config else ""
-    if spec.forks:
-        steps = (
-            f", {max(spec.forks['windows'])} steps from a checkpoint of a run of {config.get('steps', '?')}"
-        )
+    if forks := spec.forks:
+        steps = f", {max(forks['windows'])} steps from a checkpoint of a run of {config.get('steps', '?')}"
     return " ".join(filter(None, (spec.workload, name, size))) + steps
 
 
@@ -64,7 +60,8 @@ def source_name(data: object) -> str:
     """Return the name of a data source, or of its first file or folder."""
     if not isinstance(data, Mapping):
         return str(data)
-    return Path(str(next(filter(None, map(data.get, (*_SOURCES, *data))), ""))).name
+    first = ("train", "text", "dataset", *data)  # of sources that have other fields beside
+    return Path(str(next(filter(None, map(data.get, first)), ""))).name
 
 
 def described(spec: RecordedSpec) -> str:
@@ -124,6 +121,6 @@ def compared(ledger: Ledger, arms: Sequence[ArmSummary]) -> str:
         what = f"{recipe} ({what})"
     if len(baselines) > 1:  # one recipe, with the workload of each arm
         baselines = sorted({name.split()[0] for name in baselines})
-    about = [f"Compared: {what} against {' or '.join(baselines)}"] if asked else []
-    specs = [subject(member.resolved, facts.covered) for member in ledger.members()[:1]]
-    return " · ".join([*about, *specs, seeds_text(ledger, arms)])
+    parts = [f"Compared: {what} against {' or '.join(baselines)}"] if asked else []
+    parts += [subject(member.resolved, facts.covered) for member in ledger.members()[:1]]
+    return " · ".join([*parts, seeds_text(ledger, arms)])

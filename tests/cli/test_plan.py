@@ -235,7 +235,7 @@ def test_layers_of_own_code_have_a_line_that_says_why_they_are_not_shown(tmp_pat
     ):
         ((arms, (line,)),) = policies(tiny(tmp_path, ablate=ablate, **keys))
         assert arms == names
-        assert line.startswith("your code builds the model, and a plan does not run it: `ablate check ")
+        assert line.startswith("a plan does not run your code: `ablate check ")
     assert list(policies(tiny(tmp_path, recipe="bf16", ablate={"workload.steps": [2, 3]}, **keys))) == []
 
 
