@@ -25,6 +25,7 @@ from ablate.execution.workers import pool as pools
 from ablate.execution.workers.actor import Actor
 from ablate.execution.workers.placement import Need, placements
 from ablate.execution.workers.pool import by_use, unseated
+from ablate.execution.workers.running_trial import missing_data
 from ablate.store.trial_store import Store
 
 pytestmark = STARTS_RAY
@@ -270,3 +271,17 @@ def test_who_waits_for_a_place_that_is_gone_waits_for_another():
     assert unseated(["a", "b"], flights) == ["waits too", "lost"]
     assert unseated(["d"], flights) == ["waits", "waits too", "lost"]
     assert unseated(["a", "b", "b", "c"], flights) == []
+
+
+def test_data_are_missing_on_a_node_only_if_the_error_names_them(tmp_path):
+    data, code = str(tmp_path / "train.bin"), str(tmp_path / "train.py")
+    config = {"python": {"file": code, "data": [data]}}
+    for path in (data, code):
+        (tmp_path / path).touch()
+    traceback = f'File "{code}", line 3: FileNotFoundError: [Errno 2] No such file or directory: '
+    assert missing_data(f"{traceback}'/x/y'", config) is None
+    assert missing_data(f"{traceback}'{data}'", config) == data
+    assert missing_data(f"OSError: no file matches '{data}'", config) == data
+    assert missing_data(f"model {data}: no such folder or file", config) == data
+    (tmp_path / data).unlink()
+    assert missing_data(f"{traceback}'{data}'", config) is None

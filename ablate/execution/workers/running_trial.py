@@ -46,8 +46,8 @@ GANG_END_SECONDS = 15.0
 _FETCH_SHARE = 10
 """The trial's own checkpoint is fetched at most every so many times the duration of the last fetch."""
 _LEAST_FETCH_SECONDS = 1.0
-_MISSING = ("No such file or directory", "no file matches", "no such folder")
-"""Phrases in a trial's reason that point to missing data."""
+_MISSING = ("No such file or directory: '{}", "no file matches '{}", "{}: no such folder")
+"""Phrases in a trial's reason that name missing data."""
 _PIECE_SECONDS = 120.0
 """Time-out of one call that transfers a piece of a file; the worker then counts as lost."""
 
@@ -322,13 +322,11 @@ class RunningTrial:
     def _explained(self, number: int, reason: str) -> str:
         """Return the reason of a failure, replaced if it names data that exist on this machine but not on the
         node."""
-        if any(phrase in reason for phrase in _MISSING):
-            for path in _texts(dict(RecordedSpec.parse(self.request.spec).config)):
-                if "/" in path and path in reason and glob.glob(str(user_path(path))):
-                    return (
-                        f"node {self.address(number)} has no {path}, which this machine has: data lie at the"
-                        " same absolute path on every node, or on a file system that all share"
-                    )
+        if path := missing_data(reason, dict(RecordedSpec.parse(self.request.spec).config)):
+            return (
+                f"node {self.address(number)} has no {path}, which this machine has: data lie at the"
+                " same absolute path on every node, or on a file system that all share"
+            )
         return reason
 
     def _death(self, number: int, error: Exception) -> str:
@@ -362,6 +360,16 @@ class _BlockingCalls:
     def __getattr__(self, name: str) -> Callable:
         method = getattr(self._actor, name)
         return lambda *arguments: self._ray.get(method.remote(*arguments), timeout=_PIECE_SECONDS)
+
+
+def missing_data(reason: str, config: dict[str, object]) -> str | None:
+    """Return the path of a workload's configuration that the reason of a failure calls missing, if it exists
+    on this machine. The path of a file of code that a traceback passes through is none."""
+    for path in _texts(config):
+        named = any(phrase.format(path) in reason for phrase in _MISSING)
+        if "/" in path and named and glob.glob(str(user_path(path))):
+            return path
+    return None
 
 
 def _texts(content: object) -> Iterator[str]:
