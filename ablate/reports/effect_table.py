@@ -20,7 +20,7 @@ from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.attribution import shown_value
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
-from ablate.results.number_text import bounds, minus
+from ablate.results.number_text import bounds, minus, shortened
 from ablate.results.paired_stats import MOST_SEEDS, Difference, Verdict
 from ablate.results.unpaired import pairing
 from ablate.results.verdict_text import needed_text, verdict_notes
@@ -86,10 +86,10 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
     axis, metric = Axis.of((line.difference, line.margin) for line in those), sweep.metric
     unit = f", {sweep.unit}" if sweep.unit else ""
     ends = ("← better", "worse →") if metric.direction == "minimize" else ("← worse", "better →")
-    seeded = any(line.verdict.needed for line in those)
+    seeded, shown = any(line.verdict.needed for line in those), shortened([arm.name for arm in sweep.arms])
 
     def drawing(line: Line) -> Html:
-        label, kind = f"{line.group}, {line.label}: {bounds(line.difference)}", line.verdict.shown
+        label, kind = shown(f"{line.group}, {line.label}: {bounds(line.difference)}"), line.verdict.shown
         return Html(axis.draw(line.difference, label, kind if coloured else "open", line.margin))
 
     def numbers(line: Line) -> Cell:
@@ -105,7 +105,7 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
     columns = [
         *only(
             "html",
-            Column(f"{metric.name}{unit}", lambda line: labelled(line.label, line.asked)),
+            Column(f"{metric.name}{unit}", lambda line: labelled(shown(line.label), line.asked)),
             Column(Html(axis.head(*ends)), drawing),
             Column("effect, 95 % interval", numbers),
         ),
@@ -143,7 +143,9 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
     classes = [f"{kind}{' question' * line.asked}" for kind, line in zip(kinds, those, strict=True)]
     notes = [verdict_notes(line.verdict) + _perhaps_little(line) for line in those]
     knobs = [KNOBS.get(line.group.partition(":")[0]) for line in those]
-    groups = [headed(line.group, knob.help if knob else "") for line, knob in zip(those, knobs, strict=True)]
+    groups = [
+        headed(shown(line.group), knob.help if knob else "") for line, knob in zip(those, knobs, strict=True)
+    ]
     margin, *others = {line.margin for line in those} or {None}
     band = f"; grey band: below {margin:.2g}, too small to matter" if margin and not others else ""
     key = f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."

@@ -653,8 +653,9 @@ def test_the_headline_says_of_a_winner_what_the_fresh_seeds_say(book, more, firs
         trial = book.add_member(again, seed, f"again/{seed}", SPEC)
         book.record(trial, [{"step": 40, "time": 0.0, "metrics": {"val/loss": loss}}])
         book.settle(trial, "failed" if more is None else "done")
-    verdict = Answer(book).verdict()
+    verdict, table = Answer(book).verdict(), Answer(book).comparisons()
     assert verdict.startswith(first)
+    assert "confirm: " not in (table.html() if table else "")
     assert ("lowers val/loss" in verdict) == (more == -0.1)
     assert ("not confirmed: on fresh seeds it has only 0 pairs with its baseline" in verdict) == (
         more is None
