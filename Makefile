@@ -72,7 +72,7 @@ lint: $(VENV)/.installed-dev
 schema: $(VENV)/.installed
 	$(BIN)/ablate init --schema > experiments/schema.json
 
-# docs/reference/recipes.md, from the presets and the short knobs.
+# The generated pages.
 pages: $(VENV)/.installed
 	$(BIN)/python tests/regenerate_recipes_page.py
 	$(BIN)/python docs/generate_reference.py

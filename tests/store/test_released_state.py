@@ -1,6 +1,6 @@
-"""The state folder of release 0.1.0 opens, is verified, reports and resumes; a ledger of another format is refused in one sentence.
+"""The state folder of each release opens, is verified, reports and resumes; a ledger of another format is refused in one sentence.
 
-`tests/golden/state_0.1.0.tar.gz` was written by that release: `python tests/store/test_released_state.py` writes it. It is never written again:
+`tests/golden/state_VERSION.tar.gz` was written by that release: `PYTHONPATH=tests python tests/store/test_released_state.py` writes it. It is never written again:
 a later release that cannot read it has raised `ledger_file.FORMAT`, the numerics' VERSION or a workload's, and says so in the changelog.
 """
 
@@ -29,16 +29,17 @@ from ablate.reports.report_files import BROWSERS
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_file import FORMAT
 from ablate.training.workloads import WORKLOADS
+from ablate.version import __version__
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "state_0.1.0.tar.gz"
+GOLDEN = Path(__file__).parents[1] / "golden"
 SWEEP = {"seeds": 2, "ablate": {"rht": [True]}}
 """Keys of the sweep: bf16 and one arm at two seeds, 4 trials."""
 
 
-@pytest.fixture
-def released(tmp_path):
+@pytest.fixture(params=sorted(GOLDEN.glob("state_*.tar.gz")), ids=lambda path: path.name)
+def released(request, tmp_path):
     """(folder of the experiment file, the released state folder in it)."""
-    with tarfile.open(GOLDEN) as archive:
+    with tarfile.open(request.param) as archive:
         archive.extractall(tmp_path, filter="data")
     write(tmp_path, **SWEEP)
     return tmp_path, tmp_path / "state"
@@ -161,8 +162,9 @@ def test_tables_are_there_all_or_none(tmp_path, monkeypatch):
 
 def main() -> None:
     """Write the archive, without a word on the machine."""
-    if GOLDEN.exists():
-        sys.exit(f"{GOLDEN} is of a release, and stays")
+    target = GOLDEN / f"state_{__version__}.tar.gz"
+    if target.exists():
+        sys.exit(f"{target} is of a release, and stays")
     nobody = os.uname_result(("Linux", "node", "6", "1", platform.machine()))
     with (
         mock.patch("platform.platform", return_value="Linux"),
@@ -175,7 +177,7 @@ def main() -> None:
         assert done.returncode == 0, done.stderr
         with closing(sqlite3.connect(folder / "state" / "sweeps" / "tiny" / "ledger.db")) as db:
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        with tarfile.open(GOLDEN, "w:gz") as archive:
+        with tarfile.open(target, "w:gz") as archive:
             for path in sorted((folder / "state").rglob("*")):
                 if path.is_file() and not path.name.startswith("ledger.db-"):
                     entry = archive.gettarinfo(path, path.relative_to(folder))
