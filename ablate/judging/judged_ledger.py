@@ -223,7 +223,7 @@ def changed_since(judged: Judged) -> str:
     changed = [place for place, digest in read.items() if digest_of(place) != digest]
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return f"{changed[0]}{more} changed or went since it was read"
+        return f"{changed[0]}{more} no longer has what was read"
     return f"read from {judged.places}" + (", unchanged since" if read else "")
 
 

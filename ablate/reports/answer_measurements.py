@@ -79,5 +79,10 @@ class Measurements(Comparisons):
     def records(self, *metrics: str) -> pd.DataFrame:
         """Return the records of metrics, names or patterns such as `quant/*`, as one tidy frame, one record a
         row (see `records.frame`): columns sweep, arm, baseline, seed, trial, status, step, tokens, metric and
-        value, and one for each knob; no rows if nothing was recorded."""
-        return frame(self.ledger, metrics=metrics)
+        value, and one for each knob; no rows if nothing was recorded. Copies of a run, which count as one in
+        comparisons, are left out."""
+        again = {
+            member.id for arm in self.arms for each in arm.copies if each.sure for member in each.members[1:]
+        }
+        table = frame(self.ledger, metrics=metrics)
+        return table[~table["trial"].isin(again)] if again else table

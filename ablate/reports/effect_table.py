@@ -168,7 +168,7 @@ def _perhaps_little(line: Line) -> list[str]:
     if not line.verdict.resolved or margin is None or not one.has_interval:
         return []
     little = min(abs(one.low), abs(one.high)) < margin
-    return ["told from zero, but perhaps too small to matter"] * little
+    return ["differs from zero, but perhaps by too little to matter"] * little
 
 
 def by_seed(difference: Difference) -> str:

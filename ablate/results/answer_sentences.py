@@ -267,7 +267,8 @@ def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterato
     if group := by_kind.get("equivalent", []):
         within = f" within {setting.size(max(each.margin or 0.0 for each in group))}"
         names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
-        yield f"{names} equivalent{'' if {'worse', 'better'} <= {*by_kind} else within}"
+        within = "" if {"worse", "better"} <= {*by_kind} else within
+        yield f"{names} {'each ' * (len(group) > 1)}equivalent{within}"
     if group := by_kind.get("same", []):
         yield f"{_named(group, named, 'is')} the same"
     if group := by_kind.get("undecided", []):

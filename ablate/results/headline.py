@@ -269,7 +269,7 @@ def _baseline_text(sweep: Comparisons, names: Set[str], setting: Setting) -> str
     ]
     first = {name.split()[0] for name in names}
     common = " and ".join(shared) or (min(first) if len(first) == 1 else "the baseline")
-    return f"Against {common}" if setting.relative else f"Each against {common} with its own workload"
+    return f"Against {common}" if setting.relative else f"Each against {common} on the same workload"
 
 
 def _setting(sweep: Comparisons) -> Setting:

@@ -47,7 +47,9 @@ KINDS: Mapping[Kind, Words] = {
 REASONS: Mapping[Reason, Words] = {
     "no_pair": Words("no pair of finished seeds"),
     "one_pair": Words("one seed: no interval"),
-    "few_values": Words(f"too few distinct differences: {{count}} (a verdict needs {FEWEST_DISTINCT})"),
+    "few_values": Words(
+        f"distinct differences by seed: {{count}} of the {FEWEST_DISTINCT} that a verdict needs"
+    ),
     "equal_counts": Words("equal counts on {count} seeds"),
     "nothing_learned": Words("no answer: nothing was learned", lead=NO_ANSWER),
     "censored": Words("the target is not reached on {count} seeds of the pair, so there is no gap"),

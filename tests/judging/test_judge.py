@@ -529,7 +529,7 @@ def test_the_report_says_where_the_runs_are_from(tmp_path):
     assert "commit" not in text
     place.write_text(place.read_text() + "bf16,9,10,3.0\n")
     assert here("report", "runs", "--no-pdf", "--state", tmp_path).returncode == 0
-    assert "changed or went since it was read" in (tmp_path / "reports" / "runs" / "index.md").read_text()
+    assert "no longer has what was read" in (tmp_path / "reports" / "runs" / "index.md").read_text()
 
 
 def test_a_judgement_and_its_report_compute_the_answer_once(tmp_path):

@@ -228,7 +228,7 @@ def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     assert text[5 + 3].endswith("| 1 of 3 | not judged² |  |")
     assert text[4 + len(LOSSES) :] == [
         "",
-        "¹ too few distinct differences: 1 (a verdict needs 3)  ",
+        "¹ distinct differences by seed: 1 of the 3 that a verdict needs  ",
         "² one seed: no interval",
     ]
 

@@ -467,8 +467,8 @@ WORDS = {
     "few": (
         Verdict("unjudged", "few_values", count=2),
         "not judged",
-        ["too few distinct differences: 2 (a verdict needs 3)"],
-        "too few distinct differences: 2 (a verdict needs 3)",
+        ["distinct differences by seed: 2 of the 3 that a verdict needs"],
+        "distinct differences by seed: 2 of the 3 that a verdict needs",
     ),
     "counts": (
         Verdict("unjudged", "equal_counts", count=3),
