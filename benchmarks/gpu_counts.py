@@ -111,8 +111,9 @@ def row_of(kernel: Any, given: dict[str, Any]) -> str:
             turned = ["signs" not in constants, given.get("signs") is not None]
             return lower[0] != lower[1], turned[0] != turned[1]
         if "out" in given and "SIZE" in given:
-            rounds = (build.out == "bf16") == (given["out"].dtype == BF16)
-            return not rounds, ("base" in constants) != (given.get("base") is None)
+            return constants.get("ROUNDS") != given.get("ROUNDS"), ("base" in constants) != (
+                given.get("base") is None
+            )
         if "BACK" in given and ("factor" in constants) != (given["factor"] is None):
             return 1, 0
         copies = [(constants.get(name), given.get(name)) for name in ("FIRST", "OTHER", "FORM")]

@@ -81,7 +81,8 @@ def operand(preset: str, slot: str, both: str | None = None) -> Build:
 NEAREST, STOCHASTIC, TILES = Quant(), Quant(rounding="stochastic"), Quant(block="16x16")
 POINTERS = ("values", "scales", "outer", "largest")
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
-ONE = {"ONE_ROW": False, "FIRST_BY_ROW": False, "SECOND_BY_ROW": False, "SIZE": 4096}
+ONE = {"ROUNDS": True, "ONE_ROW": False, "FIRST_BY_ROW": False, "SECOND_BY_ROW": False, "SIZE": 4096}
+EXACT_SUM = ONE | {"ROUNDS": False}
 TURN = {"FORM": general_cuda.described(NEAREST, 32, False)}
 DECODED = {"TILE_ROWS": 1, "TILE_COLUMNS": 16, "BY_ROW": False, "DOWN": False, "SIZE": 4096}
 BUILDS = {
@@ -129,8 +130,8 @@ BUILDS = {
         "general_triton", "turn", warps=8, constants=TURN | {"BACK": True}
     ),
     "general, amax of rotated": copies(None, (PRESETS["quartet2"]().products.wgrad.x, 128), kernel="amaxes"),
-    "scale": Build("result", "scaled", "fp32", ONE | {"base": None}, "fp32"),
-    "scale and add": Build("result", "scaled", "fp32", ONE, "fp32"),
+    "scale": Build("result", "scaled", "fp32", EXACT_SUM | {"base": None}, "fp32"),
+    "scale and add": Build("result", "scaled", "fp32", EXACT_SUM, "fp32"),
     "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
     "slope": Build(
         "slopes",

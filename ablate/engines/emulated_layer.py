@@ -330,9 +330,10 @@ class EmulatedLinear(Replacement):
             self.casts.add(slot, quant, rotation, weight, parts)
         return parts
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
-        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
-        return split_product(a, b, out)
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`.
+        `wide` is that of `product.product`."""
+        return split_product(a, b, out, wide=wide)
 
     def _count(self, slot: str, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
@@ -433,7 +434,7 @@ class Redrawn(EmulatedLinear):
 
     multiplied: tuple[list[Operand], list[Operand]]
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
         self.multiplied = a, b
-        return super().multiply(a, b, out)
+        return super().multiply(a, b, out, wide)

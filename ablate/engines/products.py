@@ -99,7 +99,9 @@ class Casting(Protocol):
         self, dy: Tensor, products: Products, dx: bool, dw: bool
     ) -> tuple[list[Operand], list[Operand]]: ...
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor: ...
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False
+    ) -> Tensor: ...
 
     def draws_at(self, slot: str) -> DrawArguments: ...
 
@@ -191,7 +193,8 @@ def backward(
     """Compute dgrad and wgrad of the layer and products that `forward` was called with, from the tensors that
     it returned and `dy`, the gradient of the output [tokens, out].
 
-    Return dx [tokens, in] and dw [out, in] in the output types of their products; None for one not needed.
+    Return dx [tokens, in] and dw [out, in] in the output types of their products, dw perhaps in fp32 memory;
+    None for one not needed.
     For a sharded layer, dw is this rank's rows of the sum over ranks.
     """
     x, w, x_slope, w_slope = kept
@@ -214,7 +217,9 @@ def backward(
         wgrad = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
         divided = layer.divided
-        total = _product(layer, "wgrad", gt, xt, torch.float32 if divided else DTYPES[wgrad.dw])
+        # Rounded in the memory of the weight's fp32 gradient, unless something else looks at it first.
+        wide = w.dtype == torch.float32 and not (w_slope is not None or layer.sharded or layer.context.probe)
+        total = _product(layer, "wgrad", gt, xt, torch.float32 if divided else DTYPES[wgrad.dw], wide)
         dw = _through(
             divided.total(total, DTYPES[wgrad.dw]) if divided else total,
             w_slope,
@@ -233,9 +238,11 @@ def _watching(layer: Casting) -> Probe | None:
     return None if layer.context.divided or layer.sharded else layer.context.probe
 
 
-def _product(layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+def _product(
+    layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False
+) -> Tensor:
     """Return a b^T, rounded once to `out`, after the layer's probe has received it."""
-    result = layer.multiply(a, b, out)
+    result = layer.multiply(a, b, out, wide)
     if layer.context.probe is not None:
         layer.context.probe.product(layer.name, name, result)
     return result

@@ -203,12 +203,12 @@ class ScaledLinear(EmulatedLinear):
         super().__init__(*place, **how)
         self.native = native
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`. The first
         parts, which the operands' own quantisers made, are multiplied by tensor cores if they fit."""
         family = self.family_of(a, b, out)
         if family is None:
-            return super().multiply(a, b, out)
+            return super().multiply(a, b, out, wide)
         inner = out if len(a) == len(b) == 1 else torch.float32
         return split_product(a, b, out, self.native_product(a[0], b[0], family, inner))
 

@@ -35,9 +35,11 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
     return numerator / torch.full_like(numerator, divisor)
 
 
-def product(a: Operand, b: Operand, out: torch.dtype, base: Tensor | None = None) -> Tensor:
+def product(
+    a: Operand, b: Operand, out: torch.dtype, base: Tensor | None = None, wide: bool = False
+) -> Tensor:
     """Return base + a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
-    `base` is fp32 [M, N]; None: zeros.
+    `base` is fp32 [M, N]; None: zeros. `wide`: a GPU's kernel may return the rounded result in fp32.
 
     If the two are padded to different lengths, the shorter is padded with zeros. `out` fp32 keeps the
     accumulator of a tensor core; on a CPU this takes fp32 operands, at about twice the cost, since torch has
@@ -46,7 +48,7 @@ def product(a: Operand, b: Operand, out: torch.dtype, base: Tensor | None = None
     left, right = _aligned(a, b)
     divisor = a.divisor * b.divisor
     if cuda.can_scale(left, a.amax, b.amax, divisor, out):
-        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base)
+        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base, wide)
     if base is not None:
         return (base + product(a, b, torch.float32)).to(out)
     scale = alpha(a, b)
@@ -66,25 +68,36 @@ def product(a: Operand, b: Operand, out: torch.dtype, base: Tensor | None = None
 
 
 def split_product(
-    a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype, first: Tensor | None = None
+    a: Sequence[Operand],
+    b: Sequence[Operand],
+    out: torch.dtype,
+    first: Tensor | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """Return the product of two operands that are sums of parts (`transform.split`), rounded once to `out`.
-    `first` is the product of the two first parts, in fp32 if there are more; None: it is computed here."""
+    `first` is the product of the two first parts, in fp32 if there are more; None: it is computed here.
+    `wide` is that of `product`."""
     if len(a) == len(b) == 1:
-        return product(a[0], b[0], out) if first is None else first
+        return product(a[0], b[0], out, wide=wide) if first is None else first
     pairs = [(left, right) for left in a for right in b]
     if first is None and len(pairs) == 2:
         pairs.reverse()  # a sum of two has one order, and the first parts' product adds in its own launch
     total = _of_parts(*pairs[0]) if first is None else first
     for left, right in pairs[1:-1]:
         total = _of_parts(left, right, total)
-    return _of_parts(*pairs[-1], total, out)
+    return _of_parts(*pairs[-1], total, out, wide)
 
 
-def _of_parts(a: Operand, b: Operand, base: Tensor | None = None, out: torch.dtype = torch.float32) -> Tensor:
+def _of_parts(
+    a: Operand,
+    b: Operand,
+    base: Tensor | None = None,
+    out: torch.dtype = torch.float32,
+    wide: bool = False,
+) -> Tensor:
     """Return base + a b^T, rounded once to `out`."""
     if all(one.equal is None and one.nonzero is None for one in (a, b)):
-        return product(a, b, out, base)
+        return product(a, b, out, base, wide)
     sums = _of_few(a, b)
     return (sums if base is None else base + sums).to(out)
 

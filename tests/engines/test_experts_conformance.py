@@ -59,11 +59,11 @@ class Watched:
     def __getattr__(self, name: str) -> object:
         return getattr(self.layer, name)
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
         self.multiplied.append((a[0], b[0]))
         if self.given and len(self.multiplied) == 3:  # y, dx, dw
             a, b = ([operand] for operand in self.given)
-        return self.layer.multiply(a, b, out)
+        return self.layer.multiply(a, b, out, wide)
 
 
 Made = Callable[[list[EmulatedExpert]], Sequence[EmulatedExpert | Watched]]

@@ -38,8 +38,8 @@ class Exact(EmulatedExpert):
         super().__init__(*place, **how)
         self.backend = backend
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
-        ours = super().multiply(a, b, out)
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
+        ours = super().multiply(a, b, out, wide)
         if verdict(a[0].quant, b[0].quant, out == torch.float32, self.backend).family is None:
             return ours
         single = len(a) == len(b) == 1

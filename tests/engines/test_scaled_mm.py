@@ -41,8 +41,8 @@ def native(cores: TensorCores, backend: str = "cublaslt") -> Native:
 class Kept:
     """A layer that keeps its products: both operands, the output's type, and the result."""
 
-    def multiply(self, a, b, out):
-        result = super().multiply(a, b, out)
+    def multiply(self, a, b, out, wide=False):
+        result = super().multiply(a, b, out, wide)
         self.seen.append((a, b, out, result))
         return result
 

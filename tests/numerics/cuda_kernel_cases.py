@@ -514,6 +514,8 @@ def test_a_product_is_scaled_and_rounded_as_by_torch(out):
         expected = (y * (numerator / torch.tensor(divisor))).to(out)
         given = [None if amax is None else amax.to(DEVICE) for amax in amaxes]
         assert same(cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out).cpu(), expected)
+        wide = cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out, wide=True)
+        assert same(wide.cpu(), expected.float())
         base = y.roll(1, 0)
         expected = (base + y * (numerator / torch.tensor(divisor))).to(out)
         added = cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out, base.to(DEVICE))

@@ -165,16 +165,18 @@ def scaled(
     divisor: float,
     out: torch.dtype,
     base: Tensor | None = None,
+    wide: bool = False,
 ) -> Tensor:
-    """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch.
+    """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch;
+    `wide`: returned in fp32.
 
-    y is fp32 [M, N], contiguous, and overwritten if `out` is fp32; `base`, like y, None for zeros. `first`
+    y is fp32 [M, N], contiguous, and overwritten by an fp32 result; `base`, like y, None for zeros. `first`
     and `second` are the operands' amaxes, fp32 on the device: a scalar, or [M, 1] and [N, 1]; None: 1.
     `divisor` is the product of their divisors.
     """
     from ablate.numerics.kernels import result as device_code
 
-    target = y if out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
+    target = y if wide or out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
     if first is second is None:
         divisor = 1 / divisor  # in fp64, as in `product.alpha`
     one_row = base is not None and base.stride() == (0, 1)
@@ -184,8 +186,8 @@ def scaled(
         grid = (-(-y.numel() // device_code.SIZE),)
         with torch.cuda.device_of(y):
             device_code.scaled[grid](
-                y, target, base, first, second, divisor, y.numel(), y.shape[-1], one_row, *per_row,
-                device_code.SIZE, **EXACT,
+                y, target, base, first, second, divisor, y.numel(), y.shape[-1],
+                out == torch.bfloat16, one_row, *per_row, device_code.SIZE, **EXACT,
             )  # fmt: skip
     return target
 

@@ -11,11 +11,11 @@ SIZE = 4096
 
 @triton.jit(do_not_specialize=["first", "second"])
 def scaled(
-    y, out, base, first, second, divisor, count, columns,
-    ONE_ROW: tl.constexpr, FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+    y, out, base, first, second, divisor, count, columns, ROUNDS: tl.constexpr, ONE_ROW: tl.constexpr,
+    FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write y times the product's factor, plus `base` if that is not None, rounded once to bf16, or not if
-    `out` is fp32. The factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
+    """Write y times the product's factor, plus `base` if that is not None, rounded once to bf16 if it
+    ROUNDS. The factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
 
     y is fp32 [rows, columns], stored without gaps; `out` and `base`, fp32, lie alike. `out` may be y itself,
     and `base` may have ONE_ROW. The operands' amaxes, `first` and `second`, are fp32 in memory: scalars, or
@@ -35,7 +35,7 @@ def scaled(
     product = tl.load(y + at, mask=inside, other=0.0) * factor
     if base is not None:
         product = tl.load(base + (at % columns if ONE_ROW else at), mask=inside, other=0.0) + product
-    if out.dtype.element_ty == tl.bfloat16:
+    if ROUNDS:
         product = nearest_bf16(product)
     tl.store(out + at, stored(product, out.dtype.element_ty), mask=inside)
 

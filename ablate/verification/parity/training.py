@@ -204,7 +204,7 @@ class TwinProducts:
         y = Call.apply(x, w, self, self.layer.products, self.layer.begin_call())
         return y if bias is None else (y + bias).to(x.dtype)
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
         def reordered(part: Operand) -> Operand:
             permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
             return Operand(part.values[:, permutation], part.quant, part.amax)
