@@ -114,6 +114,8 @@ def row_of(kernel: Any, given: dict[str, Any]) -> str:
             return constants.get("ROUNDS") != given.get("ROUNDS"), ("base" in constants) != (
                 given.get("base") is None
             )
+        if "limit" in given:
+            return ("limit" in constants) != (given["limit"] is None), 0
         if "BACK" in given and ("factor" in constants) != (given["factor"] is None):
             return 1, 0
         copies = [(constants.get(name), given.get(name)) for name in ("FIRST", "OTHER", "FORM")]

@@ -83,6 +83,7 @@ POINTERS = ("values", "scales", "outer", "largest")
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
 ONE = {"ROUNDS": True, "ONE_ROW": False, "FIRST_BY_ROW": False, "SECOND_BY_ROW": False, "SIZE": 4096}
 EXACT_SUM = ONE | {"ROUNDS": False}
+PARTED = {"BY_ROW": False, "SIZE": 4096}
 TURN = {"FORM": general_cuda.described(NEAREST, 32, False)}
 DECODED = {"TILE_ROWS": 1, "TILE_COLUMNS": 16, "BY_ROW": False, "DOWN": False, "SIZE": 4096}
 BUILDS = {
@@ -132,6 +133,8 @@ BUILDS = {
     "general, amax of rotated": copies(None, (PRESETS["quartet2"]().products.wgrad.x, 128), kernel="amaxes"),
     "scale": Build("result", "scaled", "fp32", EXACT_SUM | {"base": None}, "fp32"),
     "scale and add": Build("result", "scaled", "fp32", EXACT_SUM, "fp32"),
+    "part, beyond a limit": Build("result", "parted", constants=PARTED | {"means": None}),
+    "part, means": Build("result", "parted", constants=PARTED | {"limit": None}),
     "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
     "slope": Build(
         "slopes",
@@ -158,11 +161,11 @@ def type_of(name: str, build: Build) -> str:
     kind = name.removeprefix("other_").rpartition("_")[2]
     if kind == "out" and build.module == "result":
         return "*" + build.out
-    numbers = ["y", "base", "first", "second", "current", "past", "entry", "before"]
+    numbers = ["y", "base", "first", "second", "current", "past", "entry", "before", "rest", "limit", "means"]
     numbers += {"turn": ["factor"], "rescaled": ["out"]}.get(build.kernel, [])
     if kind in numbers:
         return "*fp32"
-    pointers = {"x": build.dtype, "scales": "fp32", "amax": "fp32", "out": "i32"}
+    pointers = {"x": build.dtype, "part": build.out, "scales": "fp32", "amax": "fp32", "out": "i32"}
     pointers |= {"outer": "fp32", "values": build.dtype if build.module == "result" else build.out}
     pointers |= dict.fromkeys(("counts", "found", "largest"), "i32")
     return (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.choices import CHANNELS
+from ablate.numerics.kernels import cuda
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.scaling import order_statistic
 from ablate.numerics.spec import Quant
@@ -38,17 +39,24 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
     features: 1 if tokens are rows, 0 if they are columns."""
     if quant.transform is None:
         return [Part(x, quant)]
-    transform, rest, taken = quant.transform, x.to(torch.float32), []
+    transform, taken = quant.transform, []
+    whole = transform.low_rank or transform.channels or not cuda.can_take(x)  # else a kernel reads x as it is
+    rest = x.to(torch.float32) if whole else x
 
-    def take(part: Tensor, part_quant: Quant | None, kept: Tensor | None = None, equal: bool = False) -> None:
+    def take(part: Tensor, part_quant: Quant | None, kept: Tensor | None = None) -> None:
         nonlocal rest
-        if equal:  # one token is converted, not all
-            part = part[:1] if channels else part[:, :1]
-        taken.append(Part(part.to(x.dtype).expand_as(rest), part_quant, kept, equal))
+        taken.append(Part(part.to(x.dtype), part_quant, kept))
         rest = rest - taken[-1].values
 
     if transform.mean:
-        take(mean(rest, channels), None, equal=True)
+        means = mean(rest, channels)
+        means = means[:1] if channels else means[:, :1]  # one token is converted, not all
+        if cuda.can_take(rest):
+            rest, part = cuda.parted(rest, x.dtype, means=means)
+        else:
+            part = means.to(x.dtype)
+            rest = rest - part
+        taken.append(Part(part.expand_as(rest), None, None, True))
     if transform.low_rank:
         take(low_rank(rest, transform.low_rank), None)
     if transform.channels:
@@ -56,16 +64,19 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
         take(only(rest, kept, channels), CHANNEL_FORMATS[transform.channels_in], kept)
     if transform.clamp is not None:
         limit = quantile(rest if taken else x, transform.clamp)
-        clamped = rest.clamp(-limit, limit)
-        if transform.residual:
-            taken.append(Part((rest - clamped).to(x.dtype), None))
-        rest = clamped
-    return [Part(rest, quant), *taken]
+        if cuda.can_take(rest):
+            rest, *parts = cuda.parted(rest, x.dtype, limit, residual=transform.residual)
+        else:
+            clamped = rest.clamp(-limit, limit)
+            parts = [(rest - clamped).to(x.dtype)] * transform.residual
+            rest = clamped
+        taken += [Part(part, None) for part in parts]
+    return [Part(rest.to(torch.float32), quant), *taken]
 
 
 def mean(x: Tensor, channels: int) -> Tensor:
     """Return every channel's mean over tokens, in the shape of x (arXiv 2509.00404 and 2603.10444)."""
-    return x.mean(dim=1 - channels, keepdim=True).expand_as(x)
+    return x.mean(dim=1 - channels, keepdim=True, dtype=torch.float32).expand_as(x)
 
 
 def low_rank(x: Tensor, rank: int) -> Tensor:

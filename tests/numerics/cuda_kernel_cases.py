@@ -30,6 +30,7 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize, quantize_both
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform, tag
+from ablate.numerics.transform import split
 from ablate.recipes import PRESETS
 from ablate.recipes.te_mapping import variants
 
@@ -540,6 +541,36 @@ def test_a_product_takes_the_scale_of_rows_and_of_one_operand():
             if INTERPRETED:
                 sums = a.values.float() @ b.values.float().t()
                 assert same(y, (sums * alpha(a, b)).to(out))
+
+
+@pytest.mark.parametrize(
+    ("transform", "dtype"),
+    [
+        (Transform(mean=True), torch.bfloat16),
+        (Transform(mean=True), torch.float32),
+        (Transform(clamp=0.9), torch.bfloat16),
+        (Transform(clamp=0.9, residual=False), torch.float32),
+        (Transform(mean=True, channels=0.1, clamp=0.9), torch.bfloat16),
+    ],
+    ids=["mean", "mean, fp32", "clamp", "clamp, fp32", "all"],
+)
+def test_parts_are_taken_out_of_an_operand_as_by_torch(transform, dtype):
+    """In one launch each, by rows and by columns of memory; of what is not finite too."""
+    whole = drawn(SHAPES[-1], "ordinary", dtype)
+    spoiled = [drawn(SHAPES[1], "ordinary", dtype) for _ in range(2)]
+    for x, bad in zip(spoiled, (math.inf, math.nan), strict=True):
+        x[3, 5], x[4, 5:7] = bad, -bad
+    for x in (whole, *spoiled, whole[:1].contiguous(), whole[:, :1].contiguous()):
+        for z, channels in ((x, 1), (x.t(), 0), (x.t(), 1)):
+            with mock.patch.object(cuda, "runs_on", return_value=False):
+                expected = split(z, Quant(transform=transform), channels)
+            with mock.patch.object(cuda, "parted", wraps=cuda.parted) as parted:
+                made = split(z.to(DEVICE), Quant(transform=transform), channels)
+            assert parted.call_count == bool(transform.mean) + bool(transform.clamp)
+            for mine, theirs in zip(made, expected, strict=True):
+                assert same(mine.values.cpu(), theirs.values)
+                assert (mine.quant, mine.equal) == (theirs.quant, theirs.equal)
+            assert made[0].values.is_contiguous() == z.is_contiguous()  # it lies as z does
 
 
 def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one(monkeypatch):

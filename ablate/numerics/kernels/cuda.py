@@ -71,6 +71,7 @@ def unusable(device: torch.device) -> str:
 TRIAL = {
     "counted": "9f183705ea88ee52",
     "remembered": "295747eb62673cf7",
+    "parted": "cc6b9f97c20d8e4d",
     "scaled": "89f0c80cc48dfd14",
     "turned": "06a8e00345f4f0b8",
     "rescaled": "06bed2027bbbcc35",
@@ -119,10 +120,12 @@ def problem(device: torch.device) -> str:
         ordered = order_statistic(x, None, TRIAL_RANK)
         product = scaled(x.to(torch.float32), *ordered, TRIAL_DIVISOR, torch.bfloat16)
         past = ordered[0].expand(3).contiguous()
+        means = x[:1].to(torch.float32)
         found = {
             "counted": digest(*(each.view(1) for each in ordered)),
             "remembered": digest(*(each.view(-1) for each in remembered(ordered[1], past, ordered[0], 1, 3))),
             "scaled": digest(product),
+            "parted": digest(*parted(x, x.dtype, ordered[0]), *parted(x, x.dtype, means=means)),
         } | {name: digest(launch(x)) for name, launch in OTHER_TRIALS.items()}
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
@@ -225,6 +228,32 @@ def decode(
             device_code.SIZE, **EXACT,
         )  # fmt: skip
     return out
+
+
+def parted(
+    x: Tensor,
+    dtype: torch.dtype,
+    limit: Tensor | None = None,
+    means: Tensor | None = None,
+    residual: bool = True,
+) -> list[Tensor]:
+    """Return x less a part, fp32 and stored as x is, and the part in `dtype`, bf16 or fp32, in one launch.
+
+    The part is `means`, fp32 [rows, 1] or [1, columns], or what lies beyond +-limit, an fp32 scalar on the
+    device, and is not returned without `residual`. `can_take` accepts x.
+    """
+    from ablate.numerics.kernels import result as device_code
+
+    rest = torch.empty_like(x, dtype=torch.float32)
+    like = x if means is None else means
+    part = torch.empty_like(like, dtype=dtype) if residual else None
+    by_row = means is not None and (means.shape == (x.shape[0], 1)) == x.is_contiguous()
+    with torch.cuda.device_of(x):
+        device_code.parted[(-(-x.numel() // device_code.SIZE),)](
+            x, rest, part, limit, means, x.numel(), x.shape[x.is_contiguous()], by_row, device_code.SIZE,
+            **EXACT,
+        )  # fmt: skip
+    return [rest] if part is None else [rest, part]
 
 
 # --- outer statistics -----------------------------------------------------------------------------

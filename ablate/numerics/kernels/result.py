@@ -1,4 +1,5 @@
-"""Device code in Triton, launched by cuda.py: products scaled and rounded, operands decoded, amaxes kept."""
+"""Device code in Triton, launched by cuda.py: products scaled and rounded, operands decoded,
+parts taken out, amaxes kept."""
 
 import triton
 import triton.language as tl
@@ -76,6 +77,35 @@ def decoded(
     if amax is not None:
         decode = decode * of_product(amax, row, inside, BY_ROW)
     tl.store(out + at, value * (decode * factor), mask=inside)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def parted(x, rest, part, limit, means, count, across, BY_ROW: tl.constexpr, SIZE: tl.constexpr):
+    """Write a `part` of x, bf16 or fp32 of `count` elements and `across` in a row of memory, and x less it.
+
+    The part is that of `means`, one for each column of memory or BY_ROW for each row, rounded as `part` is
+    stored, which has one number for each; or what lies beyond +-limit, rounded like that (None: not written),
+    and then the `rest` is x within it. `rest`, `limit` and `means` are fp32.
+    """
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    z = to_float(tl.load(x + at, mask=inside, other=0.0))
+    if means is not None:
+        place, number = (at // across, at % across) if BY_ROW else (at % across, at // across)
+        taken = tl.load(means + place, mask=inside, other=0.0)
+        first = inside & (number == 0)
+    else:
+        most = tl.load(limit)
+        within = tl.where(z > most, most, tl.where(z < -most, -most, z))
+        within = tl.where(most == most, within, most)
+        place, first, taken = at, inside, z - within
+    if part is not None:
+        if part.dtype.element_ty == tl.bfloat16:
+            taken = nearest_bf16(taken)
+        tl.store(part + place, stored(taken, part.dtype.element_ty), mask=first)
+    if means is not None:
+        within = z - taken
+    tl.store(rest + at, within, mask=inside)
 
 
 @triton.jit(do_not_specialize=["current", "past", "entry", "out", "before", "shift", "known"])
