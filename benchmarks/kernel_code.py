@@ -81,8 +81,11 @@ def operand(preset: str, slot: str, both: str | None = None) -> Build:
 NEAREST, STOCHASTIC, TILES = Quant(), Quant(rounding="stochastic"), Quant(block="16x16")
 POINTERS = ("values", "scales", "outer", "largest")
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
-ONE = {"ROUNDS": True, "ONE_ROW": False, "FIRST_BY_ROW": False, "SECOND_BY_ROW": False, "SIZE": 4096}
-EXACT_SUM = ONE | {"ROUNDS": False}
+BY_ROW = dict.fromkeys(
+    [f"{base}{name}_BY_ROW" for base in ("", "BASE_") for name in ("FIRST", "SECOND")], False
+)
+SUM = BY_ROW | {"ROUNDS": True, "ALONG": None, "side": None, "SIZE": 4096}
+ONE = SUM | dict.fromkeys(("base", "base_first", "base_second"))
 PARTED = {"BY_ROW": False, "SIZE": 4096}
 TURN = {"FORM": general_cuda.described(NEAREST, 32, False)}
 DECODED = {"TILE_ROWS": 1, "TILE_COLUMNS": 16, "BY_ROW": False, "DOWN": False, "SIZE": 4096}
@@ -104,8 +107,8 @@ BUILDS = {
     "count, rotated": Build("order_statistic", "counted", constants=ORDER),
     "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
     "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
-    "scale and round": Build("result", "scaled", "fp32", ONE | {"base": None}),
-    "scale, add and round": Build("result", "scaled", "fp32", ONE),
+    "scale and round": Build("result", "scaled", "fp32", ONE),
+    "scale, add and round": Build("result", "scaled", "fp32", SUM),
     **{
         f"general, {preset} {slot}": operand(preset, slot)
         for preset, slot in (
@@ -131,8 +134,8 @@ BUILDS = {
         "general_triton", "turn", warps=8, constants=TURN | {"BACK": True}
     ),
     "general, amax of rotated": copies(None, (PRESETS["quartet2"]().products.wgrad.x, 128), kernel="amaxes"),
-    "scale": Build("result", "scaled", "fp32", EXACT_SUM | {"base": None}, "fp32"),
-    "scale and add": Build("result", "scaled", "fp32", EXACT_SUM, "fp32"),
+    "scale": Build("result", "scaled", "fp32", ONE | {"ROUNDS": False}, "fp32"),
+    "scale and add": Build("result", "scaled", "fp32", SUM | {"ROUNDS": False}, "fp32"),
     "part, beyond a limit": Build("result", "parted", constants=PARTED | {"means": None}),
     "part, means": Build("result", "parted", constants=PARTED | {"limit": None}),
     "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
@@ -161,7 +164,8 @@ def type_of(name: str, build: Build) -> str:
     kind = name.removeprefix("other_").rpartition("_")[2]
     if kind == "out" and build.module == "result":
         return "*" + build.out
-    numbers = ["y", "base", "first", "second", "current", "past", "entry", "before", "rest", "limit", "means"]
+    numbers = ["y", "base", "first", "second", "current", "past", "entry", "before"]
+    numbers += ["side", "rest", "limit", "means"]
     numbers += {"turn": ["factor"], "rescaled": ["out"]}.get(build.kernel, [])
     if kind in numbers:
         return "*fp32"

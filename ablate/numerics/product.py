@@ -36,10 +36,15 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
 
 
 def product(
-    a: Operand, b: Operand, out: torch.dtype, base: Tensor | None = None, wide: bool = False
+    a: Operand,
+    b: Operand,
+    out: torch.dtype,
+    base: Tensor | cuda.Addend | None = None,
+    wide: bool = False,
 ) -> Tensor:
     """Return base + a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
-    `base` is fp32 [M, N]; None: zeros. `wide`: a GPU's kernel may return the rounded result in fp32.
+    `base` is fp32 [M, N], or one that a GPU's kernel adds; None: zeros. `wide`: a GPU's kernel may return the
+    rounded result in fp32.
 
     If the two are padded to different lengths, the shorter is padded with zeros. `out` fp32 keeps the
     accumulator of a tensor core; on a CPU this takes fp32 operands, at about twice the cost, since torch has
@@ -50,6 +55,7 @@ def product(
     if cuda.can_scale(left, a.amax, b.amax, divisor, out):
         return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base, wide)
     if base is not None:
+        assert isinstance(base, Tensor)
         return (base + product(a, b, torch.float32)).to(out)
     scale = alpha(a, b)
     if out == torch.float32:
@@ -82,6 +88,11 @@ def split_product(
     pairs = [(left, right) for left in a for right in b]
     if first is None and len(pairs) == 2:
         pairs.reverse()  # a sum of two has one order, and the first parts' product adds in its own launch
+        (one, other), (left, right) = pairs
+        divisor = left.divisor * right.divisor
+        plain = all(each.equal is each.nonzero is None for each in (left, right))
+        if plain and cuda.can_scale(left.values, left.amax, right.amax, divisor, out):
+            return product(left, right, out, _addend(one, other), wide)
     total = _of_parts(*pairs[0]) if first is None else first
     for left, right in pairs[1:-1]:
         total = _of_parts(left, right, total)
@@ -100,6 +111,22 @@ def _of_parts(
         return product(a, b, out, base, wide)
     sums = _of_few(a, b)
     return (sums if base is None else base + sums).to(out)
+
+
+def _addend(a: Operand, b: Operand) -> Tensor | cuda.Addend:
+    """Return a b^T in fp32 as the kernel of another product adds it: not yet scaled, one row if all are
+    equal, or a row or column of sums and the `side`, of which it is the product."""
+    equal = [(a.equal, a.quant is None), (b.equal, b.quant is None)]
+    if a.nonzero or b.nonzero or not a.values.shape[1] or (a.equal is not None and b.equal is not None):
+        return _of_few(a, b)
+    if (1, True) in equal:
+        few, whole = (a, b) if a.equal == 1 else (b, a)
+        sums, side = _fp32(*_aligned(Operand(torch.ones_like(few.values[:1])), whole)), few.values[:, :1]
+        if few is a:
+            return cuda.Addend(sums, None, b.amax, b.divisor, side)
+        return cuda.Addend(sums.t(), a.amax, None, a.divisor, side.t())
+    a, b = (replace(one, values=one.values[:1]) if one.equal == 0 else one for one in (a, b))
+    return cuda.Addend(_fp32(*_aligned(a, b)), a.amax, b.amax, a.divisor * b.divisor)
 
 
 def _of_few(a: Operand, b: Operand) -> Tensor:

@@ -27,7 +27,7 @@ from ablate.numerics.hadamard import butterflies, rotate, scale_rotated, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, forms, general, general_cuda
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import alpha, product
+from ablate.numerics.product import alpha, product, split_product
 from ablate.numerics.quantize import Operand, quantize, quantize_both
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform, tag
 from ablate.numerics.transform import split
@@ -541,6 +541,29 @@ def test_a_product_takes_the_scale_of_rows_and_of_one_operand():
             if INTERPRETED:
                 sums = a.values.float() @ b.values.float().t()
                 assert same(y, (sums * alpha(a, b)).to(out))
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_of_two_parts_is_one_launch_and_the_bits_of_two(out):
+    """The second part has equal rows or columns, or is a residual; scales of tensors and of rows, on either side."""
+    if not INTERPRETED:
+        pytest.skip("the oracle multiplies on the CPU")
+    x, w = drawn((9, 32), "ordinary"), drawn((21, 32), "ordinary")
+    row, column = (
+        drawn((5, 32), "ordinary")[:1].expand(9, 32),
+        drawn((9, 21), "ordinary")[:, :1].expand(9, 32),
+    )
+    others = [Operand(x.roll(1, 0)), Operand(row, equal=0), Operand(column, equal=1)]
+    for quants in itertools.product((NEAREST, Quant(outer=Outer(granularity="row"))), repeat=2):
+        first, second = (quantize(z, quant, keep=True) for z, quant in zip((x, w), quants, strict=True))
+        for other, wide in itertools.product(others, (False, True)):
+            for a, b in (([first, other], [second]), ([second], [first, other])):
+                with mock.patch.object(cuda, "runs_on", return_value=False):
+                    expected = split_product(a, b, out)
+                with mock.patch.object(cuda, "scaled", wraps=cuda.scaled) as scaled:
+                    made = split_product(a, b, out, wide=wide)
+                assert scaled.call_count == 1
+                assert same(made, expected.float() if wide else expected)
 
 
 @pytest.mark.parametrize(

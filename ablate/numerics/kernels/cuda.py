@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from threading import Lock
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,36 +162,51 @@ def can_scale(
     )
 
 
+class Addend(NamedTuple):
+    """Product that another one is added to: sums * (first * second / divisor), and times the side."""
+
+    sums: Tensor | None
+    """fp32 [M, N], [M, 1] or [1, N]; None: zeros."""
+    first: Tensor | None = None
+    second: Tensor | None = None
+    divisor: float = 1.0
+    side: Tensor | None = None
+    """bf16 or fp32 [1, N] of sums [M, 1], or [M, 1] of sums [1, N]; None: 1."""
+
+
 def scaled(
     y: Tensor,
     first: Tensor | None,
     second: Tensor | None,
     divisor: float,
     out: torch.dtype,
-    base: Tensor | None = None,
+    base: Tensor | Addend | None = None,
     wide: bool = False,
 ) -> Tensor:
     """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch;
     `wide`: returned in fp32.
 
-    y is fp32 [M, N], contiguous, and overwritten by an fp32 result; `base`, like y, None for zeros. `first`
-    and `second` are the operands' amaxes, fp32 on the device: a scalar, or [M, 1] and [N, 1]; None: 1.
-    `divisor` is the product of their divisors.
+    y is fp32 [M, N], contiguous, and overwritten by an fp32 result; `base`, fp32 like y, None for zeros.
+    `first` and `second` are the operands' amaxes, fp32 on the device: a scalar, or [M, 1] and [N, 1]; None:
+    1. `divisor` is the product of their divisors.
     """
     from ablate.numerics.kernels import result as device_code
 
     target = y if wide or out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
-    if first is second is None:
-        divisor = 1 / divisor  # in fp64, as in `product.alpha`
-    one_row = base is not None and base.stride() == (0, 1)
-    base = base if base is None or one_row else base.contiguous()
-    per_row = [amax is not None and amax.ndim > 0 for amax in (first, second)]
+    base = base if isinstance(base, Addend) else Addend(base)
+    sums, side = (None if each is None else each.contiguous() for each in (base.sums, base.side))
+    along = None
+    if sums is not None and sums.shape != y.shape:
+        along = "row" if sums.shape[0] == 1 else "column"
+    amaxes = (first, second, divisor), base[1:4]
+    factors = [(a, b, 1 / of if a is b is None else of) for a, b, of in amaxes]  # in fp64, as in `alpha`
+    per_row = [[amax is not None and amax.ndim > 0 for amax in each[:2]] for each in amaxes]
     if y.numel():
         grid = (-(-y.numel() // device_code.SIZE),)
         with torch.cuda.device_of(y):
             device_code.scaled[grid](
-                y, target, base, first, second, divisor, y.numel(), y.shape[-1],
-                out == torch.bfloat16, one_row, *per_row, device_code.SIZE, **EXACT,
+                y, target, *factors[0], sums, *factors[1], side, y.numel(), y.shape[-1],
+                out == torch.bfloat16, *per_row[0], along, *per_row[1], device_code.SIZE, **EXACT,
             )  # fmt: skip
     return target
 

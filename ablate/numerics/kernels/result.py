@@ -10,21 +10,45 @@ SIZE = 4096
 """Elements of a program."""
 
 
-@triton.jit(do_not_specialize=["first", "second"])
+@triton.jit(do_not_specialize=["first", "second", "base_first", "base_second"])
 def scaled(
-    y, out, base, first, second, divisor, count, columns, ROUNDS: tl.constexpr, ONE_ROW: tl.constexpr,
-    FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+    y, out, first, second, divisor, base, base_first, base_second, base_divisor, side, count, columns,
+    ROUNDS: tl.constexpr, FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, ALONG: tl.constexpr,
+    BASE_FIRST_BY_ROW: tl.constexpr, BASE_SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write y times the product's factor, plus `base` if that is not None, rounded once to bf16 if it
-    ROUNDS. The factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
+    """Write y times the product's factor, plus `base` times its own if that is not None, rounded once to bf16
+    if it ROUNDS. A factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
 
-    y is fp32 [rows, columns], stored without gaps; `out` and `base`, fp32, lie alike. `out` may be y itself,
-    and `base` may have ONE_ROW. The operands' amaxes, `first` and `second`, are fp32 in memory: scalars, or
-    one for each row of y, and for each column; None: 1. `divisor` is the product of their divisors; the
-    factor itself without amaxes.
+    y is fp32 [rows, columns], stored without gaps; `out` and `base`, fp32, lie alike. `out` may be y itself.
+    `base` may be one row or column, ALONG which it has numbers, and is then multiplied by the `side`, one
+    number for each element of the other dimension; None: 1. The operands' amaxes, `first` and `second`, are
+    fp32 in memory: scalars, or one for each row of y, and for each column; None: 1. `divisor` is the product
+    of their divisors; the factor itself without amaxes.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
+    factor = factor_of(first, second, divisor, at, columns, inside, FIRST_BY_ROW, SECOND_BY_ROW)
+    product = tl.load(y + at, mask=inside, other=0.0) * factor
+    if base is not None:
+        place = at % columns if ALONG == "row" else at // columns if ALONG == "column" else at
+        factor = factor_of(
+            base_first, base_second, base_divisor, at, columns, inside, BASE_FIRST_BY_ROW, BASE_SECOND_BY_ROW
+        )
+        added = tl.load(base + place, mask=inside, other=0.0) * factor
+        if side is not None:
+            across = at // columns if ALONG == "row" else at % columns
+            added = to_float(tl.load(side + across, mask=inside, other=0.0)) * added
+        product = added + product
+    if ROUNDS:
+        product = nearest_bf16(product)
+    tl.store(out + at, stored(product, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def factor_of(
+    first, second, divisor, at, columns, inside, FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr
+):
+    """Return the factor of a product's elements; one if they have none of their own."""
     factor = tl.full((1,), divisor, tl.float32)
     if first is not None or second is not None:
         numerator = tl.full((1,), 1.0, tl.float32)
@@ -33,12 +57,7 @@ def scaled(
         if second is not None:
             numerator = numerator * of_product(second, at % columns, inside, SECOND_BY_ROW)
         factor = tl.div_rn(numerator, divisor)
-    product = tl.load(y + at, mask=inside, other=0.0) * factor
-    if base is not None:
-        product = tl.load(base + (at % columns if ONE_ROW else at), mask=inside, other=0.0) + product
-    if ROUNDS:
-        product = nearest_bf16(product)
-    tl.store(out + at, stored(product, out.dtype.element_ty), mask=inside)
+    return factor
 
 
 @triton.jit
