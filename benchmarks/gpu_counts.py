@@ -102,7 +102,7 @@ class Kernels(Counts):
 
 def row_of(kernel: Any, given: dict[str, Any]) -> str:
     """Return the kernel's row of kernel_code.json: that which is most like this launch, and does as much."""
-    dtype = "bf16" if next(iter(given.values())).dtype == BF16 else "fp32"
+    dtype = {BF16: "bf16", torch.int32: "i32"}.get(next(iter(given.values())).dtype, "fp32")
 
     def unlike(build: Build) -> tuple[int, ...]:
         constants = build.constants

@@ -237,18 +237,27 @@ class EmulatedLinear(Replacement):
         return y.view(*x.shape[:-1], self.out_features)
 
     def operand(
-        self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: Keep = False
+        self,
+        x: Tensor,
+        slot: str,
+        quant: Quant | None,
+        rotation: Hadamard | None,
+        keep: Keep = False,
+        rounded: bool = False,
     ) -> list[Operand]:
         """Return `x`, bf16 [rows, contraction], as the operand `slot` of a product: rotated and quantised.
 
         Return parts that sum to the operand: one, or more if `quant.transform` takes something out of it.
-        `quant` None leaves it in bf16; `keep` "source" is enough for an estimator's slope.
+        `quant` None leaves it in bf16; `keep` "source" is enough for an estimator's slope. With `rounded`, x
+        of another dtype is rounded to bf16 first.
         """
+        if rounded and (x.dtype != torch.float32 or quant is None or quant.transform):
+            x, rounded = x.to(torch.bfloat16), False
         if quant is None:
             return [Operand(self.rotated(x, slot, rotation))]
         channels = 0 if slot.startswith("wgrad") else 1
         parts = split(x, quant, channels)
-        operands = [self._part(part, slot, rotation, quant, keep) for part in parts]
+        operands = [self._part(part, slot, rotation, quant, keep, rounded) for part in parts]
         if quant.transform and quant.transform.patch:
             became = self.whole(operands[:1], slot, rotation, x.shape[1])
             parts.append(patch(parts[0].values, became, quant.transform.patch, channels, x.dtype))
@@ -317,15 +326,15 @@ class EmulatedLinear(Replacement):
         if quant is not None and reusable and (parts := self.casts.find(slot, quant, rotation, weight)):
             self._count(slot, parts)
             return parts
-        w = weight.detach().to(torch.bfloat16)
-        w = w if slot == "fprop.w" else w.t()
+        w = weight.detach() if slot == "fprop.w" else weight.detach().t()
         if self.sharded:
+            w = w.to(torch.bfloat16)
             if not inspected and (
                 packed := self.sharded.operand(w, slot, quant, rotation, self.draws_at(slot))
             ):
                 return [packed]
             w = self.sharded.numbers(w, slot)
-        parts = self.operand(w, slot, quant, rotation, keep)
+        parts = self.operand(w, slot, quant, rotation, keep, True)
         if quant is not None and reusable:
             self.casts.add(slot, quant, rotation, weight, parts)
         return parts
@@ -339,7 +348,9 @@ class EmulatedLinear(Replacement):
         for largest in (part.largest for part in parts if part.largest is not None):
             self.observed(slot, largest)
 
-    def _part(self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep) -> Operand:
+    def _part(
+        self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep, rounded: bool = False
+    ) -> Operand:
         x, how = part.values, part.quant
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
@@ -352,6 +363,7 @@ class EmulatedLinear(Replacement):
                 target=self._target(slot, how) if how is main else None,
                 keep=keep or (self.context.probe is not None and "source"),
                 partition=self.divided.shares.get(slot) if self.divided else None,
+                rounded=rounded,
                 **self.draws_at(slot),
             )
         except OwnFunctionError as error:

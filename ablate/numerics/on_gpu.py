@@ -45,6 +45,7 @@ def quantize(
     history: History | None,
     keep: bool,
     reduced: Tensor | None,
+    rounded: bool,
     reference: Reference,
 ) -> Made | None:
     """Return a quantised copy, with `keep` the rotated tensor in it; None if no kernel makes it.
@@ -53,6 +54,8 @@ def quantize(
     to be kept is not padded. The other arguments are those of `quantize.quantize`; `reduced` is the amax of
     the whole matrix if `x` is a part of it.
     """
+    if rounded and (_by_order(quant) or (rotation is not None and rotation.size not in general_cuda.SIZES)):
+        x, rounded = x.to(torch.bfloat16), False
     rows, columns = quant.tile
     whole = math.lcm(columns, GROUP, rotation.size if rotation else 1)
     if keep and (not general.can_keep(quant) or x.shape[0] % rows or x.shape[1] % whole):
@@ -63,6 +66,7 @@ def quantize(
     if rotation is not None and not fused:
         x = rotate(x, rotation, clock, product)
     form = _form(x, quant, rotation if fused else None, clock, where, product, history, reduced)
+    x = x.view(torch.int32) if rounded else x  # the kernels' word for fp32 that they round
     made = (
         _made(x, form, None, clock, reference)
         if x.is_contiguous()
@@ -134,9 +138,13 @@ def _made(
 def rotates(x: Tensor, quant: Quant, rotation: Hadamard | None, down: bool) -> bool:
     """Return True if the kernels rotate x while they quantise it. For a percentile, they rotate groups of
     sixteen of bf16, down the columns of memory."""
-    if rotation is None or quant.outer is None or tag(quant.outer.statistic) != "percentile":
+    if rotation is None or not _by_order(quant):
         return rotation is not None and rotation.size in general_cuda.SIZES
     return rotation.size == 16 and x.dtype == torch.bfloat16 and down
+
+
+def _by_order(quant: Quant) -> bool:
+    return quant.outer is not None and tag(quant.outer.statistic) == "percentile"
 
 
 def device_statistic(
@@ -179,7 +187,10 @@ def different(
     device: torch.device, dtype: torch.dtype, copies: Pair[Turned | None], reference: Reference
 ) -> str:
     """Return why the kernels cannot be used for these copies; empty if their bits are the reference's."""
-    x, clock, where = cuda.trial_matrix().to(dtype), cuda.TRIAL_CLOCK, cuda.TRIAL_WHERE
+    clock, where = cuda.TRIAL_CLOCK, cuda.TRIAL_WHERE
+    x = given = cuda.trial_matrix().to(torch.float32 if dtype == torch.int32 else dtype)
+    if dtype == torch.int32:
+        x, given = (x * 1.001).to(torch.bfloat16), (x * 1.001).view(dtype)
     rotations = [
         Hadamard(size=copy[1], signs="per_call") if copy and copy[1] else None  # type: ignore[arg-type]
         for copy in copies
@@ -189,7 +200,7 @@ def different(
             _form(x, copy[0], rotation, clock, where, 0, None, None) if copy else None
             for copy, rotation in zip(copies, rotations, strict=True)
         ]
-        made = general_cuda.quantize(x.to(device), asked[0], asked[1], clock)
+        made = general_cuda.quantize(given.to(device), asked[0], asked[1], clock)
         found = [_bits(one) for one in made]
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)

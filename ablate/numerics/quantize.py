@@ -184,6 +184,7 @@ def quantize(
     target: Tensor | None = None,
     keep: Keep = False,
     partition: Partition | None = None,
+    rounded: bool = False,
 ) -> Operand:
     """Quantise one operand of a product: `x`, [rows, contraction] in bf16, fp16 or fp32.
 
@@ -192,13 +193,17 @@ def quantize(
     operand, for the statistics `delayed` and `hold`. `target`, like `x`: each element is rounded to the
     neighbour nearer to it (Q-EMA), in place of `quant.rounding`. `keep` True keeps all intermediate tensors
     in the result; "source" keeps the quantised tensor, which telemetry needs. `partition` is given if `x` is
-    one part of a matrix; the result is then that part of the whole matrix's (collective).
+    one part of a matrix; the result is then that part of the whole matrix's (collective). `rounded`: x, fp32,
+    is rounded to bf16 before, in the same launch if a GPU's kernel quantises it.
 
     The values are [rows, columns]: the contraction, along which blocks run, padded to a multiple of the
     rotation's size, to whole blocks and to groups of 16. TypeError if `x` has another dtype; ValueError if it
     is not a matrix, a draw or a history has no clock, ms_eden has no rotation, or the part cuts a block.
     """
     _refuse(x, quant, rotation, clock, history, partition)
+    alone = target is None and partition is None and not (keep or quant.altered)
+    if rounded and not (alone and forms.on_gpu(quant) and cuda.can_take(x)):
+        x, rounded = x.to(torch.bfloat16), False
     if quant.altered:
         plain = quant.cast
         options: dict[str, Any] = {"history": history, "target": target, "keep": keep, "partition": partition}
@@ -207,9 +212,11 @@ def quantize(
     reduced = None if partition is None else _reduced_amax(x, quant, rotation, partition)
     independent = partition is None or (not quant.draws and (reduced is not None or quant.outer is None))
     if independent and target is None and keep is not True:
-        compiled = _compiled(x, quant, rotation, clock, where, product, history, keep == "source", reduced)
+        only = keep == "source"
+        compiled = _compiled(x, quant, rotation, clock, where, product, history, only, reduced, rounded)
         if compiled:
             return compiled
+    x = x.to(torch.bfloat16) if rounded else x
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
     if isinstance(quant.own, Own):
         return _by_users_quantiser(x, quant, quant.own, clock, where, bool(keep))
@@ -261,12 +268,13 @@ def _compiled(
     history: History | None,
     keep: bool,
     reduced: Tensor | None,
+    rounded: bool,
 ) -> Operand | None:
     """Return the operand from the kernels of x's device; None if they cannot make it. `reduced` is the amax
     of the whole matrix if `x` is a part of it."""
     if forms.on_gpu(quant) and cuda.can_take(x):
         on_device = on_gpu.quantize(
-            x, quant, rotation, clock, where, product, history, keep, reduced, quantize
+            x, quant, rotation, clock, where, product, history, keep, reduced, rounded, quantize
         )
         return on_device and Operand(on_device.values, quant, *on_device[1:])
     if x.device.type != "cpu" or (reduced is not None and not reduced.isfinite()):

@@ -543,6 +543,46 @@ def test_a_product_takes_the_scale_of_rows_and_of_one_operand():
                 assert same(y, (sums * alpha(a, b)).to(out))
 
 
+ROUNDED = {
+    "tiles": SLABS["16x16 nearest"],
+    "rows, drawn": (STOCHASTIC, None),
+    "rotated": (NEAREST, Hadamard(signs="per_call")),
+    "rotated by 64": (NEAREST, Hadamard(size=64)),
+    "rotated by 8, which no kernel does": (NEAREST, Hadamard(size=8)),
+    "row scales": (Quant(outer=Outer(granularity="row")), None),
+    "no outer scale": (
+        Quant(element="e4m3", block="1x32", scale=BlockScale(format="e8m0"), outer=None),
+        None,
+    ),
+    "percentile": (Quant(outer=Outer(statistic="percentile:0.9")), None),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_an_fp32_weight_is_rounded_to_bf16_as_it_is_quantised(name):
+    """In the launches that a bf16 one takes: ties of bf16, subnormals, along rows and columns of memory."""
+    quant, rotation = ROUNDED[name]
+    w = drawn((18, 37), "ordinary", torch.float32)
+    w[0] = 1 + torch.arange(37) / 256  # every second one a tie
+    w[1, :4] = torch.tensor([1e-40, -1e-39, 3.4e38, 0.0])
+    assert not torch.equal(w, w.bfloat16().float())
+    options = {"rotation": rotation, "clock": CLOCK, "where": WHERE, "product": PRODUCT}
+    by_torch = name in ("percentile", "rotated by 8, which no kernel does")
+    for z in (w, w.t()):
+        expected = reference(z.bfloat16(), quant, **options)
+        with mock.patch.object(general_cuda, "quantize", wraps=general_cuda.quantize) as launched:
+            made = quantize(z.to(DEVICE), quant, rounded=True, **options)
+        assert launched.call_args.args[0].dtype == (torch.bfloat16 if by_torch else torch.int32)
+        assert_equal(made, expected)
+    kept, expected = (
+        quantize(z.to(DEVICE), quant, keep="source", rounded=True, **options) for z in (w, w.bfloat16())
+    )
+    assert same(kept.source, expected.source)
+    if not by_torch:
+        copy = quant, rotation.size if rotation else 0
+        assert DIFFERENT(DEVICE, torch.int32, (copy, copy), quantize) == ""
+
+
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 def test_a_product_of_two_parts_is_one_launch_and_the_bits_of_two(out):
     """The second part has equal rows or columns, or is a residual; scales of tensors and of rows, on either side."""

@@ -38,9 +38,12 @@ def at_most(x, limit):
 
 @triton.jit
 def to_float(x):
-    """bf16 or fp32 to fp32. By the bits, since Triton's interpreter converts subnormal bf16 wrongly."""
+    """bf16 or fp32 to fp32; int32 are the bits of fp32, which is rounded to bf16 first. By the bits, since
+    Triton's interpreter converts subnormal bf16 wrongly."""
     if x.dtype == tl.bfloat16:
         return float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    elif x.dtype == tl.int32:
+        return nearest_bf16(float_of(x))
     else:
         return x
 

@@ -275,7 +275,7 @@ def cast_slab(
     column = block[:, None] * FORM.rows + tl.arange(0, FORM.rows)[None, :]
     loaded = load_slab(x, slab, column, rows, columns)
     if FORM.turn > 0:
-        loaded = rotate(loaded, words[0], x.dtype.element_ty == tl.bfloat16)
+        loaded = rotate(loaded, words[0], x.dtype.element_ty != tl.float32)
     most = tl.max(largest_of(loaded), axis=1)
     if largest is not None:
         tl.atomic_max(largest, tl.max(most, axis=0))
@@ -352,7 +352,7 @@ def cast_tile(
     z = load_tile(x, first_line, first, lines, length, FORM.down)
     line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
     if FORM.turn > 0:
-        z = rotated(z, words, FORM, x.dtype.element_ty == tl.bfloat16)
+        z = rotated(z, words, FORM, x.dtype.element_ty != tl.float32)
         z = tl.where((column < tl.cdiv(length, FORM.turn) * FORM.turn)[None, :], z, 0.0)
     high: tl.constexpr = LINES // FORM.rows
     number: tl.constexpr = LENGTH // FORM.block
@@ -491,7 +491,7 @@ def amaxes(
 ):  # fmt: skip
     """Find the amaxes of x [rows, columns], of x rotated down its columns by OTHER, and along its rows by
     FIRST: their bits, `out` [3], or [2] without FIRST, int32 zeros at first. `lines` is `columns`."""
-    bf16: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    bf16: tl.constexpr = x.dtype.element_ty != tl.float32
     if FIRST is not None:
         amaxes_of_tile(x, out, out + 2, rows, columns, (word0, word1, word2, word3), bf16, FIRST)
     if OTHER is not None:
@@ -532,7 +532,7 @@ def row_amaxes(x, row_amax, lines, length, word0, word1, word2, word3, FORM: tl.
     for _ in range(0, tl.cdiv(length, LENGTH)):
         z = load_tile(x, first_line, first, lines, length, FORM.down)
         if FORM.turn > 0:
-            z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty == tl.bfloat16)
+            z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty != tl.float32)
         most = tl.maximum(most, tl.max(magnitude(z), axis=1))
         first += LENGTH
     line = first_line + tl.arange(0, LINES)
