@@ -78,6 +78,11 @@ def operand(preset: str, slot: str, both: str | None = None) -> Build:
     return copies(None, copy(slot)) if down else copies(copy(slot))
 
 
+def parts(kernel: str, build: Build) -> Build:
+    """Return the build of a kernel of parts_triton.py whose constants are those of a whole matrix's."""
+    return build._replace(module="parts_triton", kernel=kernel)
+
+
 NEAREST, STOCHASTIC, TILES = Quant(), Quant(rounding="stochastic"), Quant(block="16x16")
 POINTERS = ("values", "scales", "outer", "largest")
 ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
@@ -141,6 +146,12 @@ BUILDS = {
     "scale and add": Build("result", "scaled", "fp32", SUM | {"ROUNDS": False}, "fp32"),
     "part, beyond a limit": Build("result", "parted", constants=PARTED | {"means": None}),
     "part, means": Build("result", "parted", constants=PARTED | {"limit": None}),
+    "parts, amaxes": parts("amaxes_of_parts", copies(None, (NEAREST, 16), kernel="amaxes")),
+    "parts, both": parts("cast_parts", copies((STOCHASTIC, 0), (STOCHASTIC, 16))),
+    "parts, amaxes of rows": parts(
+        "row_amaxes_of_parts",
+        Build("", "", constants={"COPY": 0, "FORM": operand("row_scaled", "fprop.x").constants["FIRST"]}),
+    ),
     "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
     "slope": Build(
         "slopes",
@@ -156,9 +167,9 @@ BUILDS = {
 
 def module_of(name: str) -> Any:
     """Return the file of device code."""
-    from ablate.numerics.kernels import general_triton, order_statistic, result, slopes
+    from ablate.numerics.kernels import general_triton, order_statistic, parts_triton, result, slopes
 
-    modules = (general_triton, order_statistic, result, slopes)
+    modules = (general_triton, order_statistic, parts_triton, result, slopes)
     return {module.__name__.rpartition(".")[2]: module for module in modules}[name]
 
 
@@ -174,7 +185,7 @@ def type_of(name: str, build: Build) -> str:
         return "*fp32"
     pointers = {"x": build.dtype, "part": build.out, "scales": "fp32", "amax": "fp32", "out": "i32"}
     pointers |= {"outer": "fp32", "values": build.dtype if build.module == "result" else build.out}
-    pointers |= dict.fromkeys(("counts", "found", "largest"), "i32")
+    pointers |= dict.fromkeys(("counts", "found", "largest", "table"), "i32")
     return (
         f"*{pointers[kind]}"
         if kind in pointers

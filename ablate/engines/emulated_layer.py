@@ -143,6 +143,8 @@ class EmulatedLinear(Replacement):
         self.nonfinite = NonfiniteCount()
         """Number of operands so far that held a NaN or an infinity."""
         self.casts = WeightCasts()
+        self.made: dict[str, Operand] = {}
+        """Operands of this call that were quantised together with those of other layers, by slot."""
         self.sharded: Sharded | None = None
         """Division of the weight among ranks; None if this rank has all of it."""
         self.whole_graph: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -255,6 +257,9 @@ class EmulatedLinear(Replacement):
             x, rounded = x.to(torch.bfloat16), False
         if quant is None:
             return [Operand(self.rotated(x, slot, rotation))]
+        if slot in self.made:
+            self._count(slot, [self.made[slot]])
+            return [self.made[slot]]
         channels = 0 if slot.startswith("wgrad") else 1
         parts = split(x, quant, channels)
         operands = [self._part(part, slot, rotation, quant, keep, rounded) for part in parts]
@@ -281,6 +286,7 @@ class EmulatedLinear(Replacement):
             or (columns.g and columns.g.transform)
             or self.context.probe
             or self.divided
+            or self.made
         )
         if dx and dw and rows.g and columns.g and not apart:
             slots = "dgrad.g", "wgrad.g"

@@ -6,6 +6,9 @@ the recipe, or for each expert by the same `forward` and `backward` of products.
 equal bits. Without quantisation it is torch's grouped product. An expert without tokens is not multiplied;
 its gradient is zero.
 
+On a GPU, which takes as long for a launch as for many tokens, one launch quantises an operand of all experts
+(`_cast_rows`). The products find it in their layers (`EmulatedLinear.made`), with the bits of each by itself.
+
     group = Group(layers)                          # one EmulatedExpert of each expert
     y = group(rows, counts)                        # rows sorted by expert, and the number of each
 """
@@ -18,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ablate.engines import grouped
+from ablate.engines import emulated_layer, grouped
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.products import backward, forward
+from ablate.numerics import on_gpu
+from ablate.numerics.kernels import cuda
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import first_order, linear
+from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.scaling import histogram
 from ablate.recipes.recipe import SLOTS, Products
 
@@ -210,15 +216,23 @@ class GroupedCall(torch.autograd.Function):
             ctx.grouped = False
         y = rows.new_empty(len(rows), layers[0].out_features)
         kept: list[Tensor | None] = []
-        for number, (begin, end) in enumerate(_spans(counts)):
-            layer, of_layer = layers[number], products[number]
-            if begin == end:
-                kept += (None, None, None, None)
-                continue
-            with layer.clock.within(batches[number]):
-                y[begin:end], of_expert = forward(layer, of_layer, rows[begin:end], layer.part(packed))
-            kept += of_expert
-        ctx.save_for_backward(*kept)
+        ctx.together = _cast_together(layers, products, batches, rows)
+        rows = rows.to(torch.bfloat16) if ctx.together else rows
+        with emulated_layer.kept(layers, "made"):
+            if ctx.together:
+                with layers[0].clock.within(batches[0]):
+                    _cast_rows(layers, products[0], rows, counts, ("fprop.x", None))
+                    _cast_weights(layers, products[0], packed, counts, "fprop.w")
+            for number, (begin, end) in enumerate(_spans(counts)):
+                layer, of_layer = layers[number], products[number]
+                if begin == end:
+                    kept += (None, None, None, None)
+                    continue
+                with layer.clock.within(batches[number]):
+                    y[begin:end], of_expert = forward(layer, of_layer, rows[begin:end], layer.part(packed))
+                kept += of_expert
+        # Those of each expert are views of the last two.
+        ctx.save_for_backward(*kept, *((rows, packed) if ctx.together else ()))
         return y
 
     @staticmethod
@@ -240,7 +254,16 @@ class GroupedCall(torch.autograd.Function):
         dx = dy.new_zeros(len(dy), layers[0].in_features, dtype=ctx.dtype) if needs[0] else None
         shape, dtype = ctx.like
         dw = dy.new_zeros(shape, dtype=dtype) if needs[1] else None
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(dy.device.type, enabled=False), emulated_layer.kept(layers, "made"):
+            if ctx.together:
+                (rows, packed), dy = saved[-2:], dy.to(torch.bfloat16).contiguous()
+                of_dy = "dgrad.g" if needs[0] else None, "wgrad.g" if needs[1] else None
+                with layers[0].clock.within(ctx.batches[0]):
+                    _cast_rows(layers, ctx.products[0], dy, ctx.counts, of_dy)
+                    if needs[0]:
+                        _cast_weights(layers, ctx.products[0], packed, ctx.counts, "dgrad.w")
+                    if needs[1]:
+                        _cast_rows(layers, ctx.products[0], rows, ctx.counts, (None, "wgrad.x"))
             for number, (begin, end) in enumerate(_spans(ctx.counts)):
                 layer = layers[number]
                 if begin < end:
@@ -261,6 +284,65 @@ def _in_one_tensor(layers: Sequence[EmulatedExpert], batches: Sequence[int]) -> 
     first = layers[0]
     whole = first.rows == "all" and not first.module.is_transposed and first.emulates
     return whole and first.context.probe is None and all(batch == batches[0] for batch in batches)
+
+
+def _cast_together(
+    layers: Sequence[EmulatedExpert], products: Sequence[Products], batches: Sequence[int], rows: Tensor
+) -> bool:
+    """Return True if one launch quantises an operand of all experts (`on_gpu.in_parts` says of which forms).
+    Not if telemetry sees each with its source, experts differ in products, or weights have targets."""
+    first = layers[0]
+    return (
+        cuda.runs_on(rows.device)
+        and len(rows) > 0
+        # Products take bf16 rows, and return that dtype, which must not round what they compute.
+        and (rows.dtype == torch.bfloat16 or products[0].fprop.gemm == "bf16_out")
+        and first.emulates
+        and first.context.probe is None
+        and all(each is products[0] or each == products[0] for each in products)
+        and all(batch == batches[0] for batch in batches)
+        and all(layer.target is None and layer.quantize is quantize for layer in layers)
+    )
+
+
+def _cast_rows(
+    layers: Sequence[EmulatedExpert],
+    products: Products,
+    x: Tensor,
+    counts: Sequence[int],
+    slots: tuple[str | None, str | None],
+) -> None:
+    """Give the layers their operands of both slots, along the rows of x and down its columns, of which one
+    launch can make those of all experts. x is bf16 [sum of counts, columns]; an expert with a count of zero
+    gets none."""
+    copies: list[on_gpu.Copies | None] = [None, None]
+    for number, slot in enumerate(slots):
+        quant = products.slot(slot) if slot and not products.dequantised(slot) else None
+        rotation = getattr(products, slot.partition(".")[0]).hadamard if slot else None
+        if slot and quant and on_gpu.in_parts(quant, rotation):
+            draws = [layer.draws_at(slot) for layer in layers]
+            copies[number] = quant, rotation, [(draw["where"], draw["product"]) for draw in draws]
+    spans = [(begin, end - begin) for begin, end in _spans(counts)]
+    made = on_gpu.quantize_parts(x, spans, (copies[0], copies[1]), layers[0].clock, quantize)
+    for slot, copy, parts in zip(slots, copies, made, strict=True):
+        for layer, one, count in zip(layers, parts, counts, strict=bool(parts)):
+            if slot and copy and count:
+                layer.made = layer.made | {slot: Operand(one.values, copy[0], *one[1:])}
+
+
+def _cast_weights(
+    layers: Sequence[EmulatedExpert], products: Products, packed: Tensor, counts: Sequence[int], slot: str
+) -> None:
+    """Give the layers that have tokens their operand of the weights, unless all are kept from before."""
+    quant, rotation = products.slot(slot), getattr(products, slot.partition(".")[0]).hadamard
+    used = [layer for layer, count in zip(layers, counts, strict=True) if count]
+    if quant is None or all(layer.casts.find(slot, quant, rotation, layer.part(packed)) for layer in used):
+        return
+    weights, down = _matrices(packed.detach(), layers[0].module, layers[0].rows), slot == "dgrad.w"
+    if weights.mT.is_contiguous():
+        weights, down = weights.mT, not down
+    memory, counts = weights.to(torch.bfloat16).flatten(0, 1).contiguous(), [weights.shape[1]] * len(layers)
+    _cast_rows(layers, products, memory, counts, (None, slot) if down else (slot, None))
 
 
 def _returned(ctx: Any, dx: Tensor | None, dw: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,8 @@ all experts are one vector, and each product is written in its place. The number
 expert_layers.GroupedCall, which is the loop over layers, bit for bit.
 
 Covered: NVIDIA's forms on a CPU, with products that write bf16, in the shape of preset nvfp4 and its variants
-(`covers`). All else takes the loop: telemetry, rotations with drawn signs, other formats, GPUs.
+(`covers`). All else takes the loop: telemetry, rotations with drawn signs, other formats, and GPUs, where one
+launch quantises an operand of all experts before it.
 """
 
 from collections.abc import Iterator, Sequence

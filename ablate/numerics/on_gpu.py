@@ -7,7 +7,7 @@ small matrix, once in a process.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cuda, forms, general, general_cuda
 from ablate.numerics.kernels.cpu import Made
+from ablate.numerics.kernels.general_cuda import Span
 from ablate.numerics.kernels.launch_errors import reason
 from ablate.numerics.philox import GROUP, Clock
 from ablate.numerics.scaling import outer_statistic
@@ -106,6 +107,45 @@ def quantize_both(
     return _made(x, one, other, clock, reference)
 
 
+Copies = tuple[Quant, Hadamard | None, Sequence[tuple[int, int]]]
+"""Form of a copy of parts of a matrix, its rotation, and the draw sites of each part and of its signs."""
+
+
+def in_parts(quant: Quant, rotation: Hadamard | None) -> bool:
+    """Return True if one launch quantises parts of a matrix by this form; others take one for each part."""
+    if quant.outer is not None and quant.outer.statistic != "amax":
+        return False  # each part has a history of its own, or digits of its own to count
+    # A transform makes several operands of one, and an estimator keeps the source: neither is a copy alone.
+    plain = quant.transform is None and quant.estimator is None and not quant.from_forward
+    # Rotations of other sizes are made before the kernels, of a part that is padded to whole groups.
+    turned = rotation is None or rotation.size in general_cuda.SIZES
+    return plain and turned and forms.on_gpu(quant) and (quant.rounding != "ms_eden" or rotation is not None)
+
+
+def quantize_parts(
+    x: Tensor, spans: Sequence[Span], copies: Pair[Copies | None], clock: Clock, reference: Reference
+) -> list[list[Made]]:
+    """Return parts of x quantised, and of x.t(), in one launch; none of a copy that is None, or that no
+    kernel can make.
+
+    `x` is [rows, columns], contiguous, and `spans` are first row and rows of each part. `in_parts` holds for
+    the forms. The bits are those of `quantize` for each part.
+    """
+    if copies == (None, None) or not x.is_contiguous() or not cuda.can_take(x):
+        return [[], []]
+    one, two = (
+        [_form(x, *copy[:2], clock, *sites, None, None) for sites in copy[2]] if copy else None
+        for copy in copies
+    )
+    plain = [(_plain(parts[0].quant), parts[0].size) if parts else None for parts in (one, two)]
+    agreed = agrees(x.device, x.dtype, plain[0], plain[1], reference, *TRIAL_PARTS)
+    return general_cuda.quantize_parts(x, spans, one, two, clock) if agreed else [[], []]
+
+
+TRIAL_PARTS = ((0, 3), (3, 0), (3, 14))
+"""Parts of `cuda.trial_matrix` by which the bits of a form in parts are compared."""
+
+
 def _form(
     x: Tensor,
     quant: Quant,
@@ -169,10 +209,16 @@ def _plain(quant: Quant) -> Quant:
 
 @cache
 def agrees(
-    device: torch.device, dtype: torch.dtype, first: Turned | None, other: Turned | None, reference: Reference
+    device: torch.device,
+    dtype: torch.dtype,
+    first: Turned | None,
+    other: Turned | None,
+    reference: Reference,
+    *spans: Span,
 ) -> bool:
-    """Return True if the bits of both copies, or of one, were the reference's in this process."""
-    why = different(device, dtype, (first, other), reference)
+    """Return True if the bits of both copies, or of one, were the reference's in this process; with `spans`,
+    those of each part."""
+    why = different(device, dtype, (first, other), reference, *spans)
     if why:
         quants = [copy[0].model_dump(exclude_defaults=True) for copy in (first, other) if copy]
         print(
@@ -184,7 +230,7 @@ def agrees(
 
 
 def different(
-    device: torch.device, dtype: torch.dtype, copies: Pair[Turned | None], reference: Reference
+    device: torch.device, dtype: torch.dtype, copies: Pair[Turned | None], reference: Reference, *spans: Span
 ) -> str:
     """Return why the kernels cannot be used for these copies; empty if their bits are the reference's."""
     clock, where = cuda.TRIAL_CLOCK, cuda.TRIAL_WHERE
@@ -200,13 +246,20 @@ def different(
             _form(x, copy[0], rotation, clock, where, 0, None, None) if copy else None
             for copy, rotation in zip(copies, rotations, strict=True)
         ]
-        made = general_cuda.quantize(given.to(device), asked[0], asked[1], clock)
+        if spans:
+            first, other = ([copy] * len(spans) if copy else None for copy in asked)
+            several = general_cuda.quantize_parts(given.to(device), spans, first, other, clock)
+            made = [one for copy in several for one, (_, n) in zip(copy, spans, strict=bool(copy)) if n]
+        else:
+            made = general_cuda.quantize(given.to(device), asked[0], asked[1], clock)
         found = [_bits(one) for one in made]
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
+    parts = [x[begin : begin + rows] for begin, rows in spans or ((0, len(x)),) if rows]
     theirs = [
-        reference(z, copy[0], rotation=rotation, clock=clock, where=where, keep=True)  # by no kernel
-        for z, copy, rotation in zip((x, x.t()), copies, rotations, strict=True)
+        reference(z.t() if down else z, copy[0], rotation=rotation, clock=clock, where=where, keep=True)
+        for copy, rotation, down in zip(copies, rotations, (False, True), strict=True)
+        for z in parts  # by no kernel
         if copy
     ]
     return "" if found == [*map(_bits, theirs)] else "its bits differ from the reference's"

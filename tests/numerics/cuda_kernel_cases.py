@@ -12,10 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from support.cases import sampled
+from support.packed_experts import Model, results, routed
 from support.quantisers import Case, Coverage, case, difference
 from support.triton_cases import INTERPRETED, patch_language_once
 from torch import Tensor, nn
 
+from ablate.engines import grouped
+from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics import gpu_sums, on_gpu, product_error
 from ablate.numerics.census import census
@@ -32,6 +35,7 @@ from ablate.numerics.quantize import Operand, quantize, quantize_both
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform, tag
 from ablate.numerics.transform import split
 from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Layers, Run
 from ablate.recipes.te_mapping import variants
 
 CPU = torch.device("cpu")
@@ -407,6 +411,103 @@ def test_both_copies_are_what_one_at_a_time_gives(name):
     assert launched.called
     assert_equal(rows, reference(x, first, rotations[0], where=7, product=5))
     assert_equal(columns, reference(x.t(), second, rotations[1]))
+
+
+PARTS = (3, 0, 1, 16, 0, 35)
+"""Rows of parts: none, one, one block, and more than one program of tiles."""
+
+
+def of_parts(width: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """One part is large, one of zeros but for a NaN, and one subnormal (in bf16, which is what values are)."""
+    x = torch.randn(sum(PARTS), width, generator=generator)
+    x[torch.rand(x.shape, generator=generator) < 0.2] = 0.0
+    x[:3] *= 1e25
+    x[3:4] = 0.0
+    x[3, width // 2] = float(Random(width).choice(["nan", "inf", "0"]))
+    x[4:20] = (x[4:20] * 1e-39).bfloat16()
+    x[30:50, :20] = 0.0
+    return x.to(dtype)
+
+
+def random_copy(random: Random) -> on_gpu.Copies:
+    """A form of a random case or of a preset that is quantised in parts, and other draws for each part."""
+    while True:
+        one = case(31, random.randrange(10**6))
+        quant, rotation = one.quant, one.rotation
+        if random.random() < 0.4:
+            quant, rotation, _ = FORMS[random.choice([*FORMS])]
+        if on_gpu.in_parts(quant, rotation):
+            return quant, rotation, [(random.randrange(2**32), random.randrange(2**32)) for _ in PARTS]
+
+
+@pytest.mark.parametrize("seed", (0, 1, 2, 5, 33, 47) if INTERPRETED else range(200))
+def test_one_launch_quantises_each_part_as_by_itself(seed):
+    """Random forms along the rows, down the columns, or both; the bits of every part are the reference's.
+
+    The interpreter's seeds have outer scales of parts, of rows and none, and rotations longer than a block.
+    """
+    random = Random(seed)
+    g, width = torch.Generator().manual_seed(seed), random.choice([21, 40, 130])
+    x = of_parts(width, g, random.choice([torch.bfloat16, torch.float32]))
+    copies = [random_copy(random), random_copy(random)]
+    if seed % 3:
+        copies[seed % 3 - 1] = None
+    spans = [(end - rows, rows) for end, rows in zip(itertools.accumulate(PARTS), PARTS, strict=True)]
+    made = on_gpu.quantize_parts(x.to(DEVICE), spans, tuple(copies), CLOCK, quantize)
+    assert [bool(parts) for parts in made] == [copy is not None for copy in copies]
+    for copy, parts, down in zip(copies, made, (False, True), strict=True):
+        for one, (begin, rows), (where, turn) in zip(
+            parts, spans if copy else (), copy[2] if copy else (), strict=True
+        ):
+            if rows:
+                z = x[begin : begin + rows]
+                theirs = reference(z.t() if down else z, *copy[:2], where=where, product=turn)
+                assert_equal(Operand(one.values, copy[0], *one[1:]), theirs)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="products on a GPU add in another order")
+@pytest.mark.parametrize(
+    ("preset", "transposed", "launches"), [("nvfp4", True, 14), ("nvfp4_per_token", False, 16)]
+)
+def test_experts_in_one_launch_change_no_bit(preset, transposed, launches, monkeypatch):
+    """Empty and one-row experts. Two micro-batches of two products: the second finds the casts of the weights, and
+    that of squares is transposed in the first."""
+    monkeypatch.setattr(grouped, "covers", lambda *_: False)
+    sizes = (0, 1, 17)
+
+    def passes() -> list[dict[str, Tensor]]:
+        model = Model(experts=len(sizes), transposed=transposed, width=16, hidden=16)
+        engine = convert(model, PRESETS[preset]().model_copy(update={"layers": Layers()}), Clock(seed=11))
+        engine.at(0, Run(10))
+        with engine.still_weights():
+            x, *routes = routed(sizes)
+            return [results(model, (x[:, :16], *routes)) for _ in range(2)]
+
+    monkeypatch.setattr(cuda, "runs_on", lambda device: False)
+    expected = passes()
+    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
+    with (
+        mock.patch.object(general_cuda, "quantize_parts", wraps=general_cuda.quantize_parts) as together,
+        mock.patch.object(general_cuda, "quantize", wraps=general_cuda.quantize) as apart,
+    ):
+        for mine, theirs in zip(passes(), expected, strict=True):
+            assert all(same(one, theirs[name]) for name, one in mine.items())
+    assert not apart.called
+    assert together.call_count == launches
+
+
+def test_parts_whose_bits_differ_are_found():
+    copies = (NEAREST, 0), (STOCHASTIC, 16)
+    assert DIFFERENT(DEVICE, torch.bfloat16, copies, quantize, *on_gpu.TRIAL_PARTS) == ""
+    right = general_cuda.quantize_parts
+
+    def wrong(*arguments):
+        made = right(*arguments)
+        made[1][2].block_scale[-1] *= 2
+        return made
+
+    with mock.patch.object(general_cuda, "quantize_parts", wrong):
+        assert "differ" in DIFFERENT(DEVICE, torch.bfloat16, copies, quantize, *on_gpu.TRIAL_PARTS)
 
 
 def test_a_tensor_of_zeros_and_one_of_a_single_element():

@@ -57,6 +57,8 @@ class Description:
     block: int
     """Rows and columns of a block; 1 and 16 without block scales."""
     block_levels: int
+    whole: int
+    """Elements that the contraction is padded to a multiple of."""
     scale: Grid | None
     scale_kind: str
     """`grid`, `power`, `bf16` or `fp32`."""
@@ -109,6 +111,7 @@ def described(quant: Quant, size: int, down: bool) -> Description:
         rows=quant.tile[0],
         block=block,
         block_levels=block.bit_length() - 1,
+        whole=math.lcm(block, GROUP, size or 1),
         scale=_grid(to) if to else None,
         scale_kind=_kind(to) if to else "",
         scale_rounding=scale.rounding if scale else "",
@@ -230,8 +233,7 @@ def _copy(
     of the tensor, if it is known."""
     quant, description = form.quant, described(form.quant, form.size, down)
     lines, length = x.shape[::-1] if down else x.shape
-    turned = length + -length % (form.size or 1)
-    width = turned + -turned % math.lcm(description.block, GROUP)
+    width = length + -length % description.whole
     values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
     scales, word, outer = None, None, None
     if quant.scale is not None:
@@ -250,6 +252,94 @@ def _copy(
     arguments = [stored, scales, outer, word, width, *form.words, cuda.signed_word(form.where)]
     blocks = None if scales is None else scales[:, None, :, None]
     return arguments, description, Made(values, outer, blocks, largest, None)
+
+
+Span = tuple[int, int]
+"""First row and rows of a part of a matrix."""
+
+
+def quantize_parts(
+    x: Tensor, spans: Sequence[Span], first: Sequence[Form] | None, other: Sequence[Form] | None, clock: Clock
+) -> list[list[Made]]:
+    """Quantise parts of a matrix as `quantize` would each of them, in one launch, or two with an outer scale.
+
+    `x` is bf16 or fp32 [rows, columns], contiguous. `first` and `other` have the form of each part's copy,
+    which differ in draw site and signs alone; their outer statistic is amax. Return both copies by part; none
+    of one that is None. A part without rows has no numbers.
+    """
+    from ablate.numerics.kernels import parts_triton as kernels
+
+    copies, columns, number = (first, other), x.shape[1], len(spans)
+    asked = [copy[0] if copy else None for copy in copies]
+    whole = [described(one.quant, one.size, down > 0) if one else None for down, one in enumerate(asked)]
+    by_tensor = [form if form and form.outer == "tensor" else None for form in whole]
+    turned = [form if form and form.turn else None for form in by_tensor]
+    table = []
+    for part, (begin, rows) in enumerate(spans):
+        needed = (launch((rows, columns), forms)[0][0] for forms in (turned, whole))
+        own = [copy[part] if copy else Form(Quant()) for copy in copies]
+        draws = [(cuda.signed_word(form.where), *form.words) for form in own]
+        table.append([begin, rows, *needed, *draws[0], *draws[1]])
+    numbers = torch.tensor(table, dtype=torch.int32)
+    if x.is_cuda:  # pinned: a copy from other memory waits for the device
+        numbers = numbers.pin_memory().to(x.device, non_blocking=True)
+    amaxing, casting = ((max(row[at] for row in table), number) for at in (2, 3))
+    with torch.cuda.device_of(x):
+        words = torch.zeros(5, number, dtype=torch.int32, device=x.device)
+        amax = words[2:].view(number, 3)
+        if any(by_tensor):
+            options = launch(x.shape, turned)[1]
+            kernels.amaxes_of_parts[amaxing](x, numbers, amax, columns, *turned, **options)
+        arguments: list[object] = []
+        made: list[list[Made]] = []
+        for one, form in zip(asked, whole, strict=True):
+            if not one or not form:
+                made.append([])
+                arguments += NO_COPY[:4]
+                continue
+            word, outer = words[int(form.down)], None
+            if form.outer == "tensor":
+                word = outer = amax[:, (1 if form.down else 2) if form.turn else 0].view(torch.float32)
+            elif form.outer == "row":
+                outer = x.new_empty(number * columns if form.down else len(x), dtype=torch.float32)
+                programs = -(
+                    -(columns if form.down else max(rows for _, rows in spans)) // code().LINES.value
+                )
+                options = launch(x.shape, [form])[1]
+                kernels.row_amaxes_of_parts[programs, number](
+                    x, numbers, outer, columns, int(form.down), form, **options
+                )
+            parts, memory = _parts(x, spans, one.quant.wide, form, outer, word.view(torch.float32))
+            made.append(parts)
+            arguments += [*memory, outer, None if form.outer == "tensor" else word]
+        options = launch(x.shape, whole)[1]
+        kernels.cast_parts[casting](x, numbers, columns, *arguments, *cuda.draws(clock), *whole, **options)
+    return made
+
+
+def _parts(
+    x: Tensor, spans: Sequence[Span], wide: bool, form: Description, outer: Tensor | None, largest: Tensor
+) -> tuple[list[Made], list[object]]:
+    """Return a copy by part, and its memory, values and block scales, with room as parts_triton.py says."""
+    (rows, columns), whole, number = x.shape, form.whole, len(spans)
+    height = (rows // whole + number) * whole if form.down else rows
+    width = columns if form.down else columns + -columns % whole
+    high, long = (form.block, form.rows) if form.down else (form.rows, form.block)
+    values = x.new_empty(height, width, dtype=torch.float32 if wide else torch.bfloat16)
+    scales = x.new_empty(height // high + number, -(-width // long), dtype=torch.float32)
+    made = []
+    for part, (begin, count) in enumerate(spans):
+        at, size = (begin // whole + part) * whole, count + -count % whole
+        first = at // high if form.down else begin // high + part
+        at, size = (at, size) if form.down else (begin, count)
+        copy, block = values[at : at + size], scales[first : first + -(-size // high)]
+        amax = None if outer is None else outer[part]
+        if outer is not None and form.outer == "row":
+            amax = outer.view(number, -1)[part, :, None] if form.down else outer[at : at + size, None]
+        copy, block = (copy.t(), block.t()) if form.down else (copy, block)
+        blocks = block[:, None, :, None] if form.scale else None
+        made.append(Made(copy, amax, blocks, largest[part], None))
+    return made, [values, scales if form.scale else None]
 
 
 Both = Sequence[Description | None]

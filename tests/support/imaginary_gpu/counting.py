@@ -110,6 +110,8 @@ class Counts(TorchDispatchMode):
         tensors = [*_tensors((*args, *kwargs.values()))]
         device = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
         here = [x for x in tensors if isinstance(x, FakeTensor)]
+        if func.overloadpacket.__name__ in ("pin_memory", "_pin_memory", "is_pinned"):
+            return func.overloadpacket.__name__ != "is_pinned" and args[0]
         if not here and device != "cuda":
             return func(*args, **kwargs)
         name, place = func.overloadpacket.__name__, _place()

@@ -226,6 +226,22 @@ def experts(folder: Path) -> None:
         assert bool(native) == (engine == "scaled_mm"), native
 
 
+@on_the_device
+def experts_together(folder: Path) -> None:
+    """Quantise the operands of eight experts by as many launches as those of two: each has one token."""
+    launches = []
+    for count in (2, 8):
+        size = {"layers": 1, "steps": 2, "batch": 1, "context": count, "eval_batch": 1, "eval_tokens": count}
+        config = gpt(write_shards(folder), **size, experts={"count": count, "top_k": 1})
+        loop = Loop(config.prepare(NVFP4, 0, "cuda"), config, Telemetry(every=0, shadow=0, log=1000))
+        loop.step(0)
+        COUNTS.reset()
+        loop.step(1)
+        places = COUNTS.by_place()["kernels"].items()
+        launches.append(sum(number for place, number in places if "kernels/general_cuda.py" in place))
+    assert 0 < launches[0] == launches[1], launches
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     **{name: lambda folder, name=name: workload(name, folder) for name in TRAINED},
     "convert": convert,
@@ -233,6 +249,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "split": split,
     "diverged": diverged,
     "experts": experts,
+    "experts together": experts_together,
     "forked": forked,
     "mapped": mapped,
     "resumed": resumed,
