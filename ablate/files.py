@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import secrets
 import stat
 import tempfile
 import time
@@ -49,6 +50,12 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def temporary_of(path: Path) -> Path:
+    """Return a path beside a file for its next content, which no other process uses: containers that share a
+    folder have processes of one id."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}")
+
+
 def write(path: Path, content: object) -> None:
     """Write JSON atomically, as `write_text` does."""
     write_text(path, json.dumps(content, indent=1))
@@ -57,7 +64,7 @@ def write(path: Path, content: object) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically, by a temporary file, fsync and rename: readers see the old file or the new
     one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    temporary = temporary_of(path)
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

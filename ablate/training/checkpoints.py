@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ablate.engines.emulated import EngineState
 from ablate.errors import InputError
-from ablate.files import Damaged, first_error
+from ablate.files import Damaged, first_error, temporary_of
 from ablate.numerics.product import why_not
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, SealedWriter, unsealed
 from ablate.training.guard import GuardState
@@ -183,7 +183,7 @@ class Checkpoints:
 
         path = self.path.parent / WEIGHTS
         tensors = {name: value.detach().cpu().clone().contiguous() for name, value in state["model"].items()}
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary = temporary_of(path)
         about = {"trial": self.trial, "step": state["step"]}
         save_file(tensors, temporary, metadata={"ablate": json.dumps(about)})
         with temporary.open("rb") as file:
@@ -193,7 +193,7 @@ class Checkpoints:
         temporary.replace(path)
 
     def _write(self, path: Path, state: RunState, about: Mapping[str, object]) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary = temporary_of(path)
         with temporary.open("wb") as file:
             writer = SealedWriter(file)
             with first_error():

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+from collections import OrderedDict
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -62,6 +63,21 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
         checkpoints.leave(4, {"step": 4}, (False, True))
     monkeypatch.undo()
     assert Checkpoints(tmp_path / "checkpoint.pt", "trial", 0).take()["step"] == 3
+
+
+def test_processes_of_one_id_write_the_same_shared_state_without_harm(tmp_path):
+    """Containers that share a state folder have processes of one id. One writes while another does."""
+
+    class Meanwhile:
+        def __reduce__(self):
+            Checkpoints(tmp_path / "b.pt", "b", 0, shared).leave(3, {"step": 3}, (True, False))
+            return OrderedDict, ()
+
+    shared = {3: tmp_path / "checkpoints" / "state.pt"}
+    checkpoints = Checkpoints(tmp_path / "a.pt", "a", 0, shared)
+    checkpoints.leave(3, {"step": 3, "meter": Meanwhile()}, (True, False))
+    assert Checkpoints(tmp_path / "c.pt", "c", 0, shared).take()["trial"] == "a"
+    assert [*shared[3].parent.iterdir()] == [shared[3]]
 
 
 # Ctrl-C between opening a file and its `with` leaves the file to the garbage collector.

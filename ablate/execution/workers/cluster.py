@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypedDict
 
 from ablate.execution.workers.ray_private import LOOPBACK_ARGUMENT, as_one_machine, temporary_folder_argument
-from ablate.files import keep_file
+from ablate.files import keep_file, temporary_of
 
 LOOK_SECONDS = 2.0
 PATIENCE_SECONDS = 15.0
@@ -222,7 +222,7 @@ def _private_token() -> None:
         if path.exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".auth_token-{os.getpid()}")
+        fresh = temporary_of(path)
         with os.fdopen(os.open(fresh, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         with suppress(FileExistsError):  # another process was faster

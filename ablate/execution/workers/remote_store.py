@@ -19,7 +19,7 @@ from typing import BinaryIO, Protocol
 from ablate.execution.messages import Ended, Events, Forked, Message, TrialRequest
 from ablate.execution.workers.actor import PIECE, CheckpointTimes
 from ablate.experiment.recorded_spec import RecordedSpec
-from ablate.files import Busy, Damaged, write
+from ablate.files import Busy, Damaged, temporary_of, write
 from ablate.store.trial_store import Store, line
 from ablate.training.checkpoint_footer import unsealed
 
@@ -135,7 +135,7 @@ class RemoteStore:
         for name in names:
             path = self.store.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.{self.trial}")
+            temporary = temporary_of(path)
             try:
                 self.fetched[name] = _receive(worker, name, temporary)
             except FileNotFoundError:  # removed meanwhile by its trial, which has ended
@@ -156,7 +156,7 @@ class RemoteStore:
             if not path.resolve().is_relative_to(self.folder.resolve()):
                 raise ValueError(f"{name}: a trial's files lie in its own folder")
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            temporary = temporary_of(path)
             _receive(worker, name, temporary)
             temporary.replace(path)
         if (result := end.result) is not None:
