@@ -1,6 +1,7 @@
 """`ablate ui`: three addresses that answer, an end that leaves nothing behind however it comes, and one sentence where there is nothing."""
 
 import http.client
+import itertools
 import json
 import re
 import shutil
@@ -151,6 +152,32 @@ def answer_to(port: int, path: str, method: str) -> tuple[int, str | None, bytes
         connection.endheaders()
         answer = connection.getresponse()
         return answer.status, answer.headers["Location"], answer.read()
+
+
+def test_head_has_the_status_and_the_headers_of_get(tmp_path):
+    names = frozenset({"127.0.0.1"})
+    (tmp_path / "reports" / "one").mkdir(parents=True)
+    (tmp_path / "reports" / "one" / "index.html").write_text("a report")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(ReportHandler, tmp_path, names)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            for path, host in itertools.product(
+                ("/", "/index.html?x", "/one/", "/one", "/none"), ("127.0.0.1", "foreign.example")
+            ):
+                answers = []
+                for method in ("GET", "HEAD"):
+                    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+                    with closing(connection):
+                        connection.request(method, path, headers={"Host": host})
+                        raw = connection.sock.makefile("rb").read()
+                    head, _, body = raw.partition(b"\r\n\r\n")
+                    lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Date:")]
+                    answers.append((lines, body))
+                (get, content), (head, none) = answers
+                assert (head, none) == (get, b""), (path, host)
+                assert f"Content-Length: {len(content)}".encode() in get
+        finally:
+            server.shutdown()
 
 
 LINKS = {

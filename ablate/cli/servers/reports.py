@@ -83,23 +83,14 @@ class ReportHandler(SimpleHTTPRequestHandler):
         self._state, self._names = state, names
         super().__init__(request, client_address, server, directory=str(state / "reports"))
 
-    def do_GET(self) -> None:
-        """Send a file of a report, or the list of all sweeps."""
-        if not self._calls_us():
-            return
-        if self.path.partition("?")[0] in ("/", "/index.html"):
-            self._send(200, "html", index(self._state).encode())
-        else:
-            super().do_GET()
-
-    def do_HEAD(self) -> None:
-        """Send the headers of a file of a report."""
-        if self._calls_us():
-            super().do_HEAD()
-
     def send_head(self) -> io.BytesIO | BinaryIO | None:
-        """Send status 404 for a path outside of the folder or of no file (`/name/%00`); else as the base
-        class does."""
+        """Send the status and headers that GET and HEAD have in common, and return the body: of the list of
+        all sweeps or a file of a report. Status 403 if the request does not name this server, 404 for a path
+        outside of the folder or of no file (`/name/%00`)."""
+        if not calls_us(self.headers.get("Host"), self._names):
+            return self._head(HTTPStatus.FORBIDDEN, "plain", _FOREIGN)
+        if self.path.partition("?")[0] in ("/", "/index.html"):
+            return self._head(HTTPStatus.OK, "html", index(self._state).encode())
         with suppress(ValueError, OSError, RuntimeError):  # RuntimeError: links in a circle
             if self._inside():
                 return super().send_head()
@@ -118,19 +109,12 @@ class ReportHandler(SimpleHTTPRequestHandler):
         files = [file, *(file / name for name in ("index.html", "index.htm"))]  # sent for a folder
         return all(each.resolve().is_relative_to(folder) for each in files)
 
-    def _calls_us(self) -> bool:
-        """Return True if the request names this server; otherwise send status 403."""
-        if calls_us(self.headers.get("Host"), self._names):
-            return True
-        self._send(403, "plain", _FOREIGN)
-        return False
-
-    def _send(self, status: int, kind: str, body: bytes) -> None:
+    def _head(self, status: HTTPStatus, kind: str, body: bytes) -> io.BytesIO:
         self.send_response(status)
         self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        return io.BytesIO(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
