@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
@@ -43,19 +43,17 @@ def run(command: Callable[[], None]) -> None:
         print(note, file=sys.stderr)
     try:
         with _closed_pipe_exits(), _raising(signal.SIGINT, KeyboardInterrupt):
-            command()
-    except InputError as error:
-        print(printable(str(error)), file=sys.stderr)
-        sys.exit(BAD_INPUT)
-    except (OSError, sqlite3.OperationalError) as error:
-        if (why := _unusable(error)) is None:
+            return command()
+    except (InputError, OSError, sqlite3.OperationalError) as error:
+        if (why := str(error) if isinstance(error, InputError) else _unusable(error)) is None:
             raise
-        print(printable(why), file=sys.stderr)
-        sys.exit(BAD_INPUT)
     finally:
         # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
         # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.
         eval("0")
+    with suppress(OSError):  # its disk is full, too: the status tells
+        print(printable(why), file=sys.stderr)
+    sys.exit(BAD_INPUT)
 
 
 @contextmanager

@@ -652,6 +652,13 @@ def test_output_on_a_full_disk_is_refused_in_a_sentence(words):
     assert re.fullmatch("the output: No space left on device: .*\n", ended.stderr)
 
 
+@every(words=(("--version",), ("show", "--state", "/nowhere"), ("show", "--nowhere")))
+def test_a_refusal_that_has_no_room_on_the_disk_keeps_its_exit_status(words):
+    with open("/dev/full", "w") as disk:
+        command = [sys.executable, "-m", "ablate", *words]
+        assert subprocess.run(command, stdout=disk, stderr=disk, env=environment()).returncode == 2
+
+
 def test_a_locale_without_the_signs_of_an_answer_changes_no_file(tmp_path):
     """ASCII alone, as ISO-8859-1 has no minus sign: UTF-8 is what the files of this package are in."""
     arms = {"\N{MICRO SIGN}": {"rht": True}, "other": {"rht": False}}
