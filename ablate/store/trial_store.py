@@ -150,6 +150,17 @@ def _checksum(text: bytes, trial: str) -> int:
     return zlib.crc32(text, zlib.crc32(trial.encode()))
 
 
+def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
+    """Return the sizes of files, the least recently used first, without those that are gone: another sweep of
+    the state folder removes checkpoints, too."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            about = path.stat()
+            found.append((about.st_mtime, path, about.st_size))
+    return {path: size for _, path, size in sorted(found)}
+
+
 class Store:
     """Trial store of a state folder."""
 
@@ -269,12 +280,12 @@ class Store:
 
     def largest_checkpoint(self) -> int:
         """Return the size in bytes of the largest shared checkpoint."""
-        return max((path.stat().st_size for path in self._checkpoints()), default=0)
+        return max(_sizes(self._checkpoints()).values(), default=0)
 
     def collect(self, free: int) -> bool:
         """Delete shared checkpoints, the least recently used first, until the disk has `free` bytes free;
         return True if it has. Only time is lost: a trial that would have started from one starts earlier."""
-        for path in sorted(self._checkpoints(), key=lambda path: path.stat().st_mtime):
+        for path in _sizes(self._checkpoints()):
             if shutil.disk_usage(self.root).free >= free:
                 break
             path.unlink(missing_ok=True)
@@ -283,14 +294,13 @@ class Store:
     def trim(self, names: Collection[str], share: float) -> None:
         """Delete the least recently used of the shared checkpoints `names` until they take at most `share` of
         the disk's free space."""
-        paths = [self.shared(name) for name in names if self.shared(name).exists()]
-        sizes = {path: path.stat() for path in paths}
-        total = sum(about.st_size for about in sizes.values())
-        for path in sorted(paths, key=lambda path: sizes[path].st_mtime):
+        sizes = _sizes(map(self.shared, names))
+        total = sum(sizes.values())
+        for path, size in sizes.items():
             if total <= share * shutil.disk_usage(self.root).free:
                 return
             path.unlink(missing_ok=True)
-            total -= sizes[path].st_size
+            total -= size
 
     def checkpoints(self) -> list[Path]:
         """Return the shared checkpoints, including partial files of killed trials."""

@@ -448,9 +448,9 @@ MUTANTS = (
     ),
     Mistake(
         "store/trial_store.py",
-        "Store.collect",
-        "key=lambda path: path.stat().st_mtime",
-        "key=lambda path: -path.stat().st_mtime",
+        "_sizes",
+        "sorted(found)",
+        "sorted(found, reverse=True)",
         "test_scheduler.py",
         "the least recently used checkpoint is deleted first",
     ),

@@ -269,6 +269,18 @@ def test_the_log_ends_with_the_last_lines_printed(store):
     assert len(store.log_tail("a", 3)) < 600
 
 
+def test_a_checkpoint_that_another_sweep_removes_meanwhile_is_passed_over(tmp_path):
+    store = Store(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    store.shared("whole").write_bytes(b"four")
+    store.shared("gone").symlink_to(tmp_path / "nowhere")  # is listed, and is not there
+    assert store.largest_checkpoint() == 4
+    store.trim(["whole", "gone"], 1.0)
+    assert store.shared("whole").exists()
+    assert not store.collect(10**18)
+    assert not store.shared("whole").exists()
+
+
 def test_a_held_lock_is_refused_at_once_with_its_holders_name(tmp_path, holder):
     with (
         pytest.raises(Busy, match=f"^pid {holder.pid} on {os.uname().nodename}$"),
