@@ -66,9 +66,8 @@ def export_jobs(
     controller = Controller(experiment, settings.state, settings.device, nothing_runs, None, run)
     stages = controller.stages()
     if not stages:
-        raise InputError(
-            f"{file}: all trials are finished; `ablate sweep {shlex.quote(str(file))}` shows the answer"
-        )
+        command = f"ablate sweep {shlex.quote(str(file))}{settings.state_option}"
+        raise InputError(f"{file}: all trials are finished; `{command}` shows the answer")
     need = Need.of(file, experiment.keys.resources, settings.device)
     ids = tuple(tuple(request.id for request in stage) for stage in stages)
     jobs = Jobs(experiment.name, str(file.resolve()), seeds, settings.device, ids, options.capability)
@@ -116,13 +115,13 @@ def collect(folder: Path, flags: Flags) -> None:
     screen.lines(*_queue_again(folder, jobs, missing))
     screen.lines(*news)
     own_device = device_class().device
-    option = f" --device {jobs.device}" * (jobs.device != own_device)
+    option = f" --device {jobs.device}" * (jobs.device != own_device) + settings.state_option
     advice = (
         f"`ablate sweep {shlex.quote(jobs.file)}{option}` prints the answer, and runs here what is missing."
     )
     if own_device == "cpu" != jobs.device:
         name, why = shlex.quote(experiment.name), f"trials of device {jobs.device} cannot be run here."
-        advice = f"`ablate report {name}` writes the answer; {why}"
+        advice = f"`ablate report {name}{settings.state_option}` writes the answer; {why}"
     screen.lines(advice)
     raise typer.Exit(FAILED if missing else DONE)
 

@@ -79,18 +79,19 @@ def rebuild(
     if not folder.exists():
         raise InputError(f"{folder}: there is no such folder, so this sweep has never run")
     with exclusive(folder, file):
-        _rebuild(experiment, file, folder, settings.state, settings.device, force)
+        _rebuild(experiment, file, folder, settings, force)
 
 
-def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
+def _rebuild(experiment: Experiment, file: Path, folder: Path, settings: Settings, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
+    again = f"ablate sweep {quote(str(file))}{settings.state_option}"
     why = damage(path) or ("it is empty" if path.exists() and absent(path) else None)
     foreign, identity = False, None
     if why:  # the identity of another sweep would name that sweep's runs in MLflow
         with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
             foreign = ledger.foreign is not None
     elif path.exists():
-        store, retired = Store(state), list[str]()
+        store, retired = Store(settings.state), list[str]()
         for mismatch in compared(folder, store).mismatches:
             if mismatch.path == str(path):
                 why = why or mismatch.why.removeprefix(f"{path}: ")
@@ -99,9 +100,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         screen.lines(*retired)
         why = why or ("--force was given" if force else None)
         if retired and not why:
-            screen.lines(
-                f"`ablate sweep {quote(str(file))}` runs {'it' if len(retired) == 1 else 'them'} again."
-            )
+            screen.lines(f"`{again}` runs {'it' if len(retired) == 1 else 'them'} again.")
             return
         if not why:
             sound = "not damaged, and equal to the records of its trials"
@@ -119,7 +118,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
 
         log, name = folder / "optuna.log", experiment.name
         points, given_up = journal.points(log, name), journal.given_up(log, name) if experiment.prunes else {}
-    news = Controller(experiment, state, device, nothing_runs, None).adopt(points, given_up)
+    news = Controller(experiment, settings.state, settings.device, nothing_runs, None).adopt(points, given_up)
     ledger = Ledger(path)
     if identity:
         ledger.facts.id = identity
@@ -127,7 +126,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
     screen.lines(*news, *_recovered(ledger, identity, experiment, len(points)))
     ledger.close()
-    screen.lines(f"`ablate sweep {quote(str(file))}` runs the missing trials.")
+    screen.lines(f"`{again}` runs the missing trials.")
 
 
 def _recovered(ledger: Ledger, identity: str | None, experiment: Experiment, proposed: int) -> list[str]:
@@ -204,7 +203,7 @@ def _refuse_damaged(settings: Settings, anew: bool, named: bool) -> None:
     if path is None or not (why := unusable(path) if replaces else damage(path)):
         return
     running = [folder.name for folder in folders(settings.state, None) if replaces and holder(folder)]
-    remedy = "; `ablate rebuild --sync --force`, without names, replaces it"
+    remedy = f"; `ablate rebuild --sync --force{settings.state_option}`, without names, replaces it"
     if running:
         remedy = f", and in use by {', '.join(running)}; `ablate stop` ends a sweep"
     if running or not replaces:

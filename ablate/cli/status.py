@@ -22,7 +22,7 @@ from ablate.execution.sweep_control import compared
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
 from ablate.reports.plain_text import duration, time_left
 from ablate.reports.report_about import current
-from ablate.store.checked_ledger import folders
+from ablate.store.checked_ledger import folders, state_option
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
@@ -107,7 +107,7 @@ def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
         return Group(Text(f"No sweep has been run in {state}."))
     whole = named or len(sweeps) == 1
     detailed = [sweep for sweep in sweeps if whole or sweep.controller]
-    parts: list[RenderableType] = [part for sweep in detailed for part in (*_sweep(sweep), "")]
+    parts: list[RenderableType] = [part for sweep in detailed for part in (*_sweep(sweep, state), "")]
     rest = [] if whole else sweeps
     if readable := [sweep for sweep in rest if not sweep.trouble]:
         parts += [_table(readable), ""]
@@ -116,7 +116,7 @@ def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
     return Group(*([*parts, *lines] if lines else parts[:-1]))
 
 
-def _sweep(sweep: Status) -> list[RenderableType]:
+def _sweep(sweep: Status, state: Path) -> list[RenderableType]:
     head = Text.assemble((sweep.name, "bold"), "  ", (sweep.question, "dim"))
     if sweep.trouble:
         return [head, Text(sweep.trouble, "red")]
@@ -130,14 +130,15 @@ def _sweep(sweep: Status) -> list[RenderableType]:
     if sweep.answer:
         lead = len(sweep.lead or "")
         parts.append(Text.assemble((sweep.answer[:lead], "bold"), sweep.answer[lead:]))
-    parts += [_state(sweep), bar]
+    option = state_option(state / "sweeps" / sweep.name)
+    parts += [_state(sweep, option), bar]
     parts += [Text(sweep.quantisers.capitalize(), "yellow")] if sweep.quantisers else []
     parts += ["", _running_table(sweep.running)] if sweep.running else []
-    parts += ["", *_failure_lines(sweep.failures)] if sweep.failures else []
+    parts += ["", *_failure_lines(sweep.failures, option)] if sweep.failures else []
     return parts
 
 
-def _state(sweep: Status) -> Text:
+def _state(sweep: Status, option: str) -> Text:
     """Return a line with the process that runs the sweep, the time left and that to the next result, and how
     far MLflow is behind."""
     last = f"last change {duration(sweep.quiet_s or 0.0)} ago"
@@ -151,7 +152,7 @@ def _state(sweep: Status) -> Text:
     else:
         text = Text.assemble(("○ ", "dim"), f"ended; {last}")
     if sweep.mlflow_behind:
-        hint = "" if sweep.controller else f"; `ablate rebuild {quote(sweep.name)} --sync` sends them"
+        hint = "" if sweep.controller else f"; `ablate rebuild {quote(sweep.name)} --sync{option}` sends them"
         text.append(f"; MLflow {sweep.mlflow_behind:,} records behind{hint}", "yellow")
     return text
 
@@ -188,7 +189,7 @@ def _running_table(trials: list[RunningTrialStatus]) -> Table:
     return table
 
 
-def _failure_lines(failures: list[Failure]) -> list[Text]:
+def _failure_lines(failures: list[Failure], option: str) -> list[Text]:
     lines = []
     for failure in failures[:_MOST_FAILURES]:
         status, reason = _STATUS_TEXTS.get(failure.status, failure.status), failure.reason
@@ -197,7 +198,7 @@ def _failure_lines(failures: list[Failure]) -> list[Text]:
         lines.append(Text.assemble(run, (reason, "red"), (f"  {failure.trial}", "dim")))
         lines += [Text(f"    {line}", "dim") for line in failure.log]
     if (more := len(failures) - _MOST_FAILURES) > 0:
-        lines.append(Text(f"and {more} more; `ablate status --json` lists all", "dim"))
+        lines.append(Text(f"and {more} more; `ablate status --json{option}` lists all", "dim"))
     return lines
 
 

@@ -193,6 +193,7 @@ class SweepRun:
 
     def _print_report(self) -> None:
         settings, name = self.settings, self.experiment.name
+        named = f"{shlex.quote(name)}{settings.state_option}"
         index = settings.state / "reports" / name / "index.html"
         if self.options.report and not is_current(settings.state, name):
             try:
@@ -200,9 +201,9 @@ class SweepRun:
                     made = make(settings.state, name, mlflow=settings.mlflow)
                 self.screen.lines(*filter(None, [made.trouble]))
             except (NotebookError, InputError) as error:
-                remedy = f"The results are safe; `ablate report {shlex.quote(name)}` tries again."
+                remedy = f"The results are safe; `ablate report {named}` tries again."
                 self.screen.lines(f"The report was not written: {error}. {remedy}")
-        command = f"{program('ablate')} ui {shlex.quote(name)}{settings.state_option}"
+        command = f"{program('ablate')} ui {named}"
         line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
         more = f"{line}; with MLflow: {command}" if index.exists() else line
         self.screen.lines(more if len(more) <= self.screen.width else line)

@@ -126,7 +126,8 @@ def unverified(ledger: Ledger) -> str:
         return ""
     return (
         f"unverified: {len(without)} of {len(over)} trials have no seal of their records;"
-        f" `ablate status --verify {quote(ledger.name)}` compares them with the trial folders"
+        f" `ablate status --verify {quote(ledger.name)}{state_option(ledger.path.parent)}` compares them with"
+        " the trial folders"
     )
 
 
@@ -141,4 +142,17 @@ def remedy(path: Path, file: str = "", ledger: Ledger | None = None) -> str:
     folder = path.absolute().parent
     if kept_alone(folder) or (ledger and Judged.alone(ledger)):
         return "the same `ablate judge` command writes it again"
-    return f"`ablate rebuild {quote(file or f'{folder.name}.yaml')}` makes it again from the trial folders"
+    return f"`{rebuild_command(path, file)}` makes it again from the trial folders"
+
+
+def rebuild_command(path: Path, file: str = "") -> str:
+    """Return the command that makes a ledger again; arguments as for `remedy`."""
+    folder = path.parent
+    return f"ablate rebuild {quote(file or f'{folder.absolute().name}.yaml')}{state_option(folder)}"
+
+
+def state_option(folder: Path) -> str:
+    """Return the option that names the state folder of a sweep's folder, after a space; empty for `runs`, the
+    default, and for a folder that is in none."""
+    state = folder.parent.parent
+    return "" if folder.parent.name != "sweeps" or state == Path("runs") else f" --state {quote(str(state))}"

@@ -3,10 +3,9 @@ Nothing is written."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from shlex import quote
 
 from ablate.files import Damaged
-from ablate.store.checked_ledger import remedy
+from ablate.store.checked_ledger import rebuild_command, remedy
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import TrialRow
 from ablate.store.trial_store import Result, Store
@@ -76,7 +75,7 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
                 wrong += _differs(store, row, result)
     except Damaged as error:
         rerun = "puts its folder aside, and the next run of the sweep runs it again"
-        repair = f"`ablate rebuild {quote(f'{ledger.name}.yaml')}` {rerun}"
+        repair = f"`{rebuild_command(ledger.path)}` {rerun}"
         return kind, [Mismatch(trial, str(error.path), str(error), repair)]
     try:
         digest = ledger.tally(row.trial).sealed()["sha256"]

@@ -123,8 +123,9 @@ def test_printed_commands_quote_names_and_folders_with_spaces(tmp_path):
     done = here("sweep", path, "--state", state, *INLINE, "--no-report")
     assert f" ui 'my sweep' --state '{state}'\n" in done.stdout
     (state / "sweeps" / "my sweep" / "ledger.db").unlink()
-    assert "`ablate rebuild 'my sweep.yaml'`" in here("report", "my sweep", "--state", state).stderr
-    assert f"`ablate sweep '{path}'`" in here("rebuild", path, "--state", state).stdout
+    refused = here("report", "my sweep", "--state", state).stderr
+    assert f"`ablate rebuild 'my sweep.yaml' --state '{state}'`" in refused
+    assert f"`ablate sweep '{path}' --state '{state}'`" in here("rebuild", path, "--state", state).stdout
 
 
 def test_sharing_is_a_flag_a_variable_or_a_line_of_a_profile(tmp_path, monkeypatch):

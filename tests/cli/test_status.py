@@ -257,7 +257,7 @@ def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
     assert found["tiny"]["trouble"] is None
     for name in ("text", "pages"):
         assert found[name]["trouble"].endswith(
-            f"`ablate rebuild {name}.yaml` makes it again from the trial folders"
+            f"`ablate rebuild {name}.yaml --state {tmp_path}` makes it again from the trial folders"
         )
     shown = here("status", "--state", tmp_path).stdout
     assert "text  " in shown

@@ -124,7 +124,7 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
     assert expected > 30
     assert (
-        f"MLflow {expected:,} records behind; `ablate rebuild tiny --sync` sends them"
+        f"MLflow {expected:,} records behind; `ablate rebuild tiny --sync --state {tmp_path}` sends them"
         in here("status", "tiny", "--state", tmp_path).stdout
     )
 
@@ -264,7 +264,7 @@ def test_a_damaged_database_is_refused_and_put_aside_by_a_rebuild(tmp_path):
         done = here("rebuild", *words, "--sync", "--state", tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith(
-            f"{path}: damaged (file is not a database); `ablate rebuild --sync --force`, without names, replaces it"
+            f"{path}: damaged (file is not a database); `ablate rebuild --sync --force --state {tmp_path}`, without"
         )
     with lock(tmp_path / "sweeps" / "tiny" / "lock"):
         done = here("rebuild", "--sync", "--force", "--state", tmp_path)
@@ -350,5 +350,5 @@ def test_a_sweep_whose_ledger_is_damaged_keeps_no_other_from_being_shipped(tmp_p
     (tmp_path / "sweeps" / "broken" / "ledger.db").write_bytes(b"nothing" * 2000)
     done = here("rebuild", "--sync", "--state", tmp_path, "--mlflow", store)
     assert done.returncode == 1
-    assert "`ablate rebuild broken.yaml` makes it again" in done.stdout
+    assert f"`ablate rebuild broken.yaml --state {tmp_path}` makes it again" in done.stdout
     assert drawn(client, "sound") == recorded(tmp_path, "sound")

@@ -352,7 +352,7 @@ def test_jobs_for_gpus_are_written_on_a_machine_that_has_none(tmp_path):
     assert "#SBATCH --gpus-per-task=1" in (folder / "stage-1.sbatch").read_text()
     found = here("collect", folder, "--state", state)
     assert (found.returncode, found.stdout.splitlines()[0]) == (1, "3 not begun")
-    assert "`ablate report tiny` writes the answer" in found.stdout
+    assert f"`ablate report tiny --state {state}` writes the answer" in found.stdout
 
 
 def test_gpus_that_this_machine_lacks_are_not_left_out_in_silence(tmp_path):

@@ -92,5 +92,7 @@ def test_a_changed_ledger_is_refused(state, tmp_path):
     ablate.reports.open("tiny", state=tmp_path)
     with sqlite3.connect(copied) as db:
         db.execute("UPDATE trials SET status = 'failed' WHERE trial = 1")
-    with pytest.raises(ValueError, match=r"damaged \(table trials, row 1.* `ablate rebuild tiny.yaml`"):
+    with pytest.raises(
+        ValueError, match=r"damaged \(table trials, row 1.* `ablate rebuild tiny.yaml --state "
+    ):
         ablate.reports.open("tiny", state=tmp_path)

@@ -130,7 +130,7 @@ def test_a_row_that_is_deleted_or_added_is_named_and_no_report_is_made(how, tabl
     *_, line = reported.stderr.splitlines()
     assert (reported.returncode, "Traceback" in reported.stderr) == (2, False)
     assert f"table {table}, row {key}: " in line
-    assert "`ablate rebuild tiny`" in line
+    assert f"`ablate rebuild tiny --state {state}`" in line
     assert not (state / "reports").exists()
 
 
