@@ -64,7 +64,8 @@ def chance(design: BlameDesign, size: float) -> float:
     candidates as allowed are proved."""
     pairs, seeds = design.pairs, len(design.seeds)
     bound = float(special.stdtrit(seeds - 1, 1 - design.alpha / min(design.most, design.units)))
-    proved = float(1 - special.nctdtr(seeds - 1, size * math.sqrt(seeds), bound))
+    missed = special.nctdtr(seeds - 1, size * math.sqrt(seeds), bound)  # NaN far above the bound, for 0
+    proved = float(1 - np.nan_to_num(missed))
     if not design.searches:
         return proved
     z = np.linspace(-6, 6, 241)
@@ -77,6 +78,8 @@ def smallest(design: BlameDesign) -> float:
     """Return the smallest damage that is found with a chance of `CHANCE`, in standard deviations between
     seeds."""
     low, high = 0.0, 64.0
+    while chance(design, high) < CHANCE:
+        high *= 2
     while high - low > 0.005:
         middle = (low + high) / 2
         low, high = (low, middle) if chance(design, middle) >= CHANCE else (middle, high)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from ablate.experiment.blame_design import BlameDesign, BlameNames, GroupRun
 from ablate.results.blame import Search, damage, replay, sentences, smallest
@@ -181,6 +182,18 @@ def test_a_search_that_cannot_work_says_what_would(design: BlameDesign, word: st
 def test_the_smallest_damage_falls_with_seeds_and_budget() -> None:
     more = BlameDesign(units=8, seeds=tuple(range(12)), budget=120)
     assert smallest(more) < smallest(SMALL) < smallest(BlameDesign(units=8, seeds=(0, 1, 2), budget=24)) < 64
+
+
+def test_the_smallest_damage_passes_the_proof_with_the_chance_that_is_printed() -> None:
+    """The power of a t test, as the mean over draws of the deviation: scipy's noncentral t has holes."""
+    quantiles = (np.arange(20_000) + 0.5) / 20_000
+    few = [(count, 1e-5) for count in (3, 4)]  # larger than 64 deviations with 3
+    for count, alpha in [*few, *((count, 0.05) for count in range(3, 60))]:
+        design = BlameDesign(units=2, seeds=tuple(range(count)), budget=400, alpha=alpha)
+        deviations = np.sqrt(stats.chi2.ppf(quantiles, count - 1) / (count - 1))
+        bound = stats.t.isf(alpha / 2, count - 1)
+        power = stats.norm.cdf(smallest(design) * math.sqrt(count) - bound * deviations).mean()
+        assert power == pytest.approx(0.8, abs=0.01), (count, alpha)
 
 
 def test_the_committed_rates_are_reproduced_and_hold(simulation: object) -> None:
