@@ -220,9 +220,10 @@ class WeightRules:
 
     def before(self, optimizer: torch.optim.Optimizer, step: int, run: Run) -> None:
         """Apply the rules that precede an optimizer step; the gradients must be complete."""
-        if self.rules is None:  # begin here: the layers' products are set from the first step on
+        if self.rules is None:  # begin with the first step that quantises: phases in bf16 may precede it
             quantised = (name for name, layer in self.layers.items() if layer.products.fprop.w is not None)
-            self._begin([name for name in quantised if self.layers[name].owner.requires_grad])
+            if names := [name for name in quantised if self.layers[name].owner.requires_grad]:
+                self._begin(names)
         for rule in self.rules or ():
             rule.before(optimizer, step, run)
 
@@ -237,7 +238,7 @@ class WeightRules:
             self.rules.append(Ramping(self.spec.q_ramping, layers))
 
     def state(self) -> RulesState | None:
-        """Return the layers that rules act on and the state of each rule; None before the first step."""
+        """Return the layers that rules act on and the state of each rule; None before they begin."""
         return (
             None
             if self.rules is None

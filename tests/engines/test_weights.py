@@ -16,7 +16,18 @@ from ablate.engines.weights import WeightRules
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Outer, Quant
 from ablate.recipes import PRESETS, Recipe
-from ablate.recipes.recipe import Dgrad, Fprop, Layers, OsciReset, QEma, QRamping, Run, Weights
+from ablate.recipes.recipe import (
+    Dgrad,
+    Fprop,
+    Layers,
+    OsciReset,
+    Phase,
+    Products,
+    QEma,
+    QRamping,
+    Run,
+    Weights,
+)
 
 E2M1 = grids.magnitudes(mantissa=1, emin=0, top=6.0)
 PLAIN = Quant(outer=Outer(statistic="static:6"))
@@ -355,6 +366,25 @@ def test_rules_are_for_layers_whose_forward_weight_is_quantised():
     optimizer.step()
     engine.weights.after(optimizer, 0, Run(1))
     assert [linear.target is not None for linear in engine.layers.values()] == [True, False]
+
+
+def test_rules_begin_with_the_first_quantised_step_of_a_schedule():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(16, 1, bias=False))])})
+    own = Fprop(w=PLAIN)
+    later = (Phase(start="step:0", use=None), Phase(start="step:2", use=Products(fprop=own)))
+    recipe = Recipe(fprop=own, weights=Weights(q_ema=QEma(start=1, decay=0.5)), schedule=later)
+    engine = convert(model, recipe, Clock(0))
+    (linear,) = engine.layers.values()
+    optimizer, path = torch.optim.SGD(model.parameters(), lr=0.25), []
+    for step in range(3):
+        path.append(linear.weight.detach().clone())
+        engine.at(step, Run(3))
+        linear.weight.grad = torch.ones_like(linear.weight)
+        assert (engine.state()["weights"], linear.target) == (None, None)
+        engine.weights.before(optimizer, step, Run(3))
+        optimizer.step()
+        engine.weights.after(optimizer, step, Run(3))
+    torch.testing.assert_close(linear.target, path[2] - 0.25 / 2)  # the mean of before and after step 2
 
 
 def test_bf16_master_weights_are_rounded_after_every_step():
