@@ -18,7 +18,7 @@ from ablate.recipes.recipe import OsciReset, QEma, QRamping, Run, Weights
 class RuleState(TypedDict, total=False):
     """State of one rule: fp32 tensors by layer. Each rule has some of the fields."""
 
-    travels: dict[str, dict[str, Tensor]]
+    travels: dict[str, dict[str, Tensor | str]]
     means: dict[str, Tensor]
     waits: dict[str, Tensor]
     sums: dict[str, Tensor]
@@ -35,9 +35,18 @@ class RulesState(TypedDict):
 class Travel:
     """Distances that each weight and its quantised value have moved: sums of |dw| and |dQ(w)| over steps."""
 
+    cast = ""
+    """Fprop, as JSON, that made `q`; empty in the state of an earlier version."""
+
     def __init__(self, layer: EmulatedLinear) -> None:
-        self.w, self.q = layer.weight.detach().clone(), layer.quantised_weight()
+        self.w = layer.weight.detach().clone()
+        self.follow(layer)
         self.w_way, self.q_way = torch.zeros_like(self.w), torch.zeros_like(self.q)
+
+    def follow(self, layer: EmulatedLinear) -> None:
+        """Quantise the weight anew if a phase has changed its cast: no weight has moved by that."""
+        if (cast := layer.products.fprop.model_dump_json()) != self.cast:
+            self.cast, self.q = cast, layer.quantised_weight()
 
     def add(self, layer: EmulatedLinear) -> None:
         """Add the step that the layer's weight has just made."""
@@ -64,8 +73,11 @@ class Measuring(Generic[S]):
 
     def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Begin with the layers that the optimizer updates, before the first step of a period."""
+        updated = _updated(optimizer, self.layers)
         if step % self.spec.period == 0:
-            self.travels |= {name: Travel(layer) for name, layer in _updated(optimizer, self.layers).items()}
+            self.travels |= {name: Travel(layer) for name, layer in updated.items()}
+        for name in updated.keys() & self.travels.keys():
+            self.travels[name].follow(self.layers[name])
 
     def ended(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[tuple[str, Travel]]:
         """Add the optimizer's step to what is measured, and yield what a window ends with, by layer."""

@@ -333,6 +333,35 @@ def test_q_ramping_of_weights_that_do_not_oscillate_is_adamw_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("rule", [OsciReset, QRamping])
+def test_a_phase_that_changes_the_cast_of_a_weight_moves_no_weight(rule, resumed):
+    weights = {
+        OsciReset: Weights(osci_reset=OsciReset(period=9, window=6, start=0.0)),
+        QRamping: Weights(q_ramping=QRamping(period=9, window=6)),
+    }[rule]
+    module, rules = toy(weights=weights)
+    coarse, optimizer = Fprop(w=Quant(outer=Outer(statistic="static:60"))), torch.optim.Adam([module.weight])
+    for step in range(6):
+        if step == 3:
+            before = module.quantised_weight()
+            module.products = Products(fprop=coarse)  # 0.235 is cast to 0, as all below 2.5
+            assert not torch.equal(module.quantised_weight(), before)
+            if resumed:
+                state = rules.state()
+                rules = WeightRules(weights, module, {"toy": module})
+                rules.restore(state, step)
+        module.weight.grad = torch.full_like(module.weight, 1e-6)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4
+        rules.before(optimizer, step, Run(9))
+        optimizer.step()
+        rules.after(optimizer, step, Run(9))
+    torch.testing.assert_close(module.weight.detach(), START - 6e-4, rtol=1e-3, atol=1e-5)
+    if rule is QRamping:
+        assert rules.state()["rules"][0]["waits"]["toy"].max() == 1
+
+
 # --- off, elsewhere, and bf16 ---------------------------------------------------------------------
 
 CALM = [
