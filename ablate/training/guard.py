@@ -5,7 +5,8 @@ waste time. A fixed limit on the loss is no help, since the usual loss depends o
 
 The idea: judge every step before its update is applied, from its loss and its gradient norm. A value that is
 not finite always diverges. If the limits are set, so does a value that is too many times the running median
-of the accepted steps. Nothing is compared with the median before its window is full.
+of the accepted steps. Nothing is compared with the median before its window is full, or with one that is not
+above 0, of which no factor is an upper limit.
 
     guard.window 4, guard.loss 2.0, losses 3.1, 3.0, 2.9, 3.0, 6.5
     median of the first four: 3.0; 6.5 > 2.0 * 3.0, so the fifth step diverges
@@ -157,8 +158,8 @@ class Watch:
             ("gradient norm", norm, self._norms, self._guard.norm),
         )
         for quantity, value, past, limit in compared:
-            if limit and len(past) == past.maxlen and value > limit * median(past):
-                return Cause(quantity, value, median(past), past.maxlen)
+            if limit and len(past) == past.maxlen and value > limit * (middle := median(past)) > 0:
+                return Cause(quantity, value, middle, past.maxlen)
         return None
 
     def _fall_back(self) -> Change:

@@ -99,7 +99,8 @@ class Guard(Spec):
     norm: float | None = Field(None, gt=1)
     """Factor over the running median above which the gradient norm before clipping counts as diverging."""
     window: int = Field(32, ge=4, le=1 << 20)
-    """Number of steps in the running median, before which nothing is compared. A fallback empties it."""
+    """Number of steps in the running median, before which nothing is compared. A fallback empties it. A
+    median of 0 or below limits nothing."""
     limit: int = Field(20, ge=1)
     """Number of interventions after which the next step that diverges ends the run."""
     fallback: Fallback = Fallback()

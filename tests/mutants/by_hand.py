@@ -352,8 +352,8 @@ MUTANTS = (
     Mistake(
         "training/guard.py",
         "Watch._cause",
-        "value > limit * median(past)",
-        "value > limit * max(past)",
+        "(middle := median(past))",
+        "(middle := max(past))",
         "test_stability.py",
         "a guard compares with the median of the window",
     ),

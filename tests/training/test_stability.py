@@ -119,6 +119,13 @@ def test_a_spike_is_told_from_the_running_median_once_there_is_one():
     ]
 
 
+@pytest.mark.parametrize("usual", [0.0, -0.0, -3.0])
+def test_a_median_that_is_not_above_zero_limits_nothing(usual):
+    guard = Guard(loss=2.0, norm=2.0, window=4)
+    for series in ([(usual, 1.0)] * 5 + [(0.1, 1.0)], [(1.0, usual)] * 5 + [(1.0, 0.1)]):
+        assert judged(guard, series) == ["step"] * 6
+
+
 def test_after_a_fallback_a_run_is_measured_anew():
     guard = Guard(policy="fallback", norm=4.0, window=4)
     calm, high = [(1.0, 1.0)] * 4, [(1.0, 9.0)] * 5

@@ -43,8 +43,8 @@ class OwnCode(Workload):
     """Steps between two records that all trials have, by which a search prunes."""
 
     guard_loss: float | None = Field(None, gt=1)
-    """Factor over the median of the 32 last `train/loss` above which a run ends as diverged; null: only a
-    `train/loss` that is not finite ends it."""
+    """Factor over the median of the 32 last `train/loss`, if that is above 0, beyond which a run ends as
+    diverged; null: only a `train/loss` that is not finite ends it."""
 
     @property
     def watch(self) -> Watch | None:

@@ -299,7 +299,7 @@ def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor
 def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
     """Return the errors of products from `products_of`, against fp64 products of the same bf16 tensors x
     [tokens, inputs], w [outputs, inputs] and g [tokens, outputs]: `gemm/<product>/rel_mse`, `sqnr_db` in dB,
-    `cosine` and `gain`; none for a product that is exact or zero."""
+    `cosine` and `gain`; none for a product that is exact or should be zero, and no cosine for one that is."""
     from ablate.numerics.product_error import compare
 
     x64, w64, g64 = x.double(), w.double(), g.double()
@@ -314,7 +314,9 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
             result[gemm_metric(name, "sqnr_db")] = (
                 10 * math.log10(power / error) if error < math.inf else -math.inf  # the product overflowed
             )
-            result[gemm_metric(name, "cosine")] = sums.inner / math.sqrt(power * y.square().sum().item())
+            if made := y.square().sum().item():  # 0 if the recipe casts an operand to zeros
+                both = math.sqrt(power) * math.sqrt(made)
+                result[gemm_metric(name, "cosine")] = sums.inner / both
             result[gemm_metric(name, "gain")] = sums.gain
     return result
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ablate.recipes import PRESETS
+from ablate.numerics.spec import Quant
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.recipe import Fprop
 from ablate.training.loop import Telemetry
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads import WORKLOADS
@@ -114,6 +116,15 @@ def test_a_product_that_overflows_has_an_infinite_error():
     x = w = torch.full((16, 16), 1e25, dtype=torch.bfloat16)
     found = product_errors({"fprop": torch.full((16, 16), math.inf)}, x, w, x)
     assert (found["gemm/fprop/rel_mse"], found["gemm/fprop/sqnr_db"]) == (math.inf, -math.inf)
+
+
+def test_a_product_whose_operand_is_cast_to_zeros_has_no_cosine():
+    """1e-7 over 6 is below the least block scale of E4M3, and no outer scale lifts it."""
+    recipe = Recipe(fprop=Fprop(x=Quant(outer=None)))
+    config = Tensors(tokens=16, inputs=32, outputs=16, x="outliers:1:0.0000001")
+    (record,) = config.records(TrialRun(recipe, 0, "emulated", "cpu", Telemetry()))
+    found = {name: value for name, value in record.metrics.items() if name.startswith("gemm/fprop")}
+    assert found == {"gemm/fprop/rel_mse": 1, "gemm/fprop/sqnr_db": 0, "gemm/fprop/gain": 0}
 
 
 def test_bf16_products_err_by_bf16s_rounding_alone():
