@@ -48,10 +48,7 @@ if TYPE_CHECKING:
     from ablate.execution.projections import Projections
 
 _WAIT_SECONDS = 0.2
-MLFLOW_GRACE_SECONDS = 30.0
 _INTERRUPT_GRACE_SECONDS = 10.0
-SPARE_BYTES = 512 << 20
-"""Minimum free disk space for starting a trial, beside space for one checkpoint per slot."""
 
 
 class Controller:
@@ -134,7 +131,7 @@ class Controller:
             if self.options.paces:
                 self.options.paces.keep(self._pace.learnt)
             ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")
-            if behind := self.projections.finish(ending, MLFLOW_GRACE_SECONDS):
+            if behind := self.projections.finish(ending, self.options.grace):
                 self._say(behind)
             yield self._progress()
             yield self._outcome(status)
@@ -302,7 +299,7 @@ class Controller:
     def _may_start(self, executor: Executor) -> bool:
         if self._halt or self._spent():
             return False
-        need = SPARE_BYTES + self.store.largest_checkpoint() * executor.slots
+        need = self.options.spare + self.store.largest_checkpoint() * executor.slots
         if shutil.disk_usage(self.state).free >= need or self.store.collect(need):
             return True
         free = shutil.disk_usage(self.state).free

@@ -120,3 +120,7 @@ class RunOptions:
     describe: Callable[[Ledger], str] = lambda ledger: ""
     """Function from the finished sweep's ledger to the description of its parent run in MLflow, Markdown."""
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
+    grace: float = 30.0
+    """Seconds that a finished sweep waits for MLflow and other trackers that are behind."""
+    spare: int = 512 << 20
+    """Minimum free bytes on the disk for starting a trial, beside space for one checkpoint per slot."""

@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -21,11 +21,12 @@ from support.mlflow_runs import histories, runs
 from support.processes import HOLD_LOCK, ready_process
 from support.services import free_port, mlflow
 
-from ablate.execution import controller
-from ablate.execution.tracking import database, tracker
+from ablate.execution.projections import Mirror
+from ablate.execution.tracking import database
 from ablate.execution.tracking.runs import key
 from ablate.files import lock
 from ablate.store.databases import url
+from ablate.store.ledger import Ledger
 
 pytestmark = [
     pytest.mark.services,
@@ -113,12 +114,9 @@ def client(store):
     return MlflowClient(store)
 
 
-def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(
-    tmp_path, late, monkeypatch
-):
-    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 1.0)
+def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(tmp_path, late):
     address, serve = late
-    outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, address)
+    outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, address, grace=1.0)
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert "records behind (" in news[-1]
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
@@ -194,17 +192,18 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, late,
     address, serve = late
     serve()
     monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
-    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.5)
-    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 120.0)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
     try:
         between = f"http://127.0.0.1:{proxy.server_port}"
-        outcome, news = sweep(tiny(tmp_path, "unanswered", seeds=1), tmp_path / "state", between)
-        assert (outcome.status, [line for line in news if "records behind" in line]) == ("done", [])
+        state, folder = tmp_path / "state", tmp_path / "state" / "sweeps" / "unanswered"
+        assert sweep(tiny(tmp_path, "unanswered", seeds=1), state)[0].status == "done"
+        with closing(Ledger(folder / "ledger.db")) as book:
+            mirror = Mirror(between, book, state, folder, "unanswered", busy=True, retry=0.5)
+            assert mirror.finish("FINISHED", "", 120) is None
         assert Forgetful.made == {"unanswered", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
-        assert list(audit.mlflow(audit.Tracker(address), tmp_path / "state/sweeps/unanswered")) == []
+        assert list(audit.mlflow(audit.Tracker(address), folder)) == []
     finally:
         proxy.shutdown()
         thread.join()

@@ -24,7 +24,6 @@ from support.experiments import SHAPE, environment, shards, statuses, sweep, unt
 from support.gates import Gate
 from support.services import Server, free_port, postgres, postgres_programs, trials_in
 
-from ablate.execution import controller
 from ablate.execution.workers.cluster import silence
 from ablate.experiment.load import load
 
@@ -365,16 +364,14 @@ def test_a_name_that_mlflow_does_not_answer_to_is_told_with_what_would_make_it(t
     assert "`mlflow server --allowed-hosts` names the hosts that it answers to" in ended.stderr
 
 
-def test_an_mlflow_that_does_not_answer_is_said_and_loses_nothing(team, monkeypatch):
+def test_an_mlflow_that_does_not_answer_is_said_and_loses_nothing(team):
     import_module("mlflow")  # takes seconds, which do not count then
-    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 3.0)
     path = experiment(team, "silent", 8, seeds=1, ablate={"rht": [True]}, workload={"idle": {"steps": 8}})
-    words = ("sweep", path, "--executor", "inline", "--mlflow", "http://127.0.0.1:9")
-    ended = here(*words, **team.environment())
-    assert ended.returncode == 0, ended.stderr
+    outcome, news = sweep(load(path), team.state, "http://127.0.0.1:9", grace=3.0)
+    assert outcome.status == "done"
     assert (
         "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate rebuild --sync`"
-        in ended.stdout
+        in news[-1]
     )
     assert set(statuses(team.state, "silent").values()) == {"done"}
     ended = here("rebuild", "silent", "--sync", **team.environment())

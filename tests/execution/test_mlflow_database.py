@@ -15,7 +15,7 @@ from support.experiments import environment, sweep, tiny, until
 from support.mlflow_runs import histories, runs
 
 from ablate.execution.projections import Mirror
-from ablate.execution.tracking import database, tracker
+from ablate.execution.tracking import database
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 from ablate.store import databases
 from ablate.store.databases import path_of, url
@@ -161,10 +161,9 @@ def test_a_rebuild_puts_aside_a_database_that_mlflow_cannot_open_and_a_sync_does
     assert statuses(store) == ["FINISHED"] * 4
 
 
-def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_path, monkeypatch):
+def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_path):
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     store, spare = tmp_path / "shared.db", tmp_path / "spare.db"
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     for path in (store, spare):
@@ -174,7 +173,9 @@ def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_
     with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
         trials = {member.name: member.trial for member in book.members()}
         book.settle(trials["bf16"], "pending")
-        mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+        mirror = Mirror(
+            url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True, retry=0.1
+        )
         until(lambda: mirror.refresh() is not None and sum(m.closed for m in book.members()) == 2)
         for suffix in ("-wal", "-shm"):  # else SQLite applies the old file's log to the new one
             store.with_name(store.name + suffix).unlink(missing_ok=True)
@@ -187,16 +188,17 @@ def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_
     assert {run.info.run_id for run in runs(client, "tiny")} == drawn
 
 
-def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(tmp_path, monkeypatch):
+def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(tmp_path):
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     store = tmp_path / "mlflow.db"
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
         for member in book.members():
             book.settle(member.trial, "running")
-        mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+        mirror = Mirror(
+            url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True, retry=0.1
+        )
         until(lambda: mirror.refresh() is not None and all(member.mlflow for member in book.members()))
         first, *_ = book.members()
         client = MlflowClient(url(store))
@@ -225,11 +227,10 @@ PARENTS = {
 
 @pytest.mark.parametrize("last", ["done", "running"])
 @pytest.mark.parametrize("deleted", PARENTS)
-def test_child_runs_of_a_deleted_parent_belong_to_its_successor(deleted, last, tmp_path, monkeypatch):
+def test_child_runs_of_a_deleted_parent_belong_to_its_successor(deleted, last, tmp_path):
     """Delete runs while a sweep is drawn, twice, and close it as done or as interrupted."""
     from mlflow import MlflowClient
 
-    monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     store = tmp_path / "mlflow.db"
     sweep(tiny(tmp_path, **IDLE), tmp_path)
     gone = set()
@@ -237,7 +238,9 @@ def test_child_runs_of_a_deleted_parent_belong_to_its_successor(deleted, last, t
         for member in book.members():
             book.settle(member.trial, "running")
         for _ in range(2):
-            mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+            mirror = Mirror(
+                url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True, retry=0.1
+            )
             until(
                 lambda mirror=mirror: mirror.refresh() is not None and all(m.mlflow for m in book.members())
             )

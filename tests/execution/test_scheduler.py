@@ -16,7 +16,7 @@ from support.gates import Gate
 from support.studies import trials
 
 from ablate.errors import InputError
-from ablate.execution import controller, sweep_control
+from ablate.execution import sweep_control
 from ablate.execution.controller import Controller
 from ablate.execution.messages import Message, TrialRequest
 from ablate.execution.progress import Outcome, RunOptions
@@ -313,12 +313,10 @@ def test_an_order_to_a_controller_that_is_no_more_is_not_obeyed_by_the_next(tmp_
     assert sweep(idle(tmp_path, seeds=1), tmp_path)[0].status == "done"
 
 
-def test_a_disk_that_is_nearly_full_starts_nothing_and_says_how_much_to_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(controller, "SPARE_BYTES", 1 << 60)
-    outcome, _ = sweep(idle(tmp_path, seeds=1), tmp_path)
+def test_a_disk_that_is_nearly_full_starts_nothing_and_says_how_much_to_free(tmp_path):
+    outcome, _ = sweep(idle(tmp_path, seeds=1), tmp_path, spare=1 << 60)
     assert (outcome.status, outcome.ran) == ("disk", 0)
     assert "free 11529" in outcome.why
-    monkeypatch.undo()
     assert sweep(idle(tmp_path, seeds=1), tmp_path)[0].status == "done"
 
 
@@ -342,20 +340,17 @@ def fill(path: Path) -> None:
 
 
 @pytest.mark.parametrize("connect", [Inline, pytest.param(Children, marks=pytest.mark.slow)])
-def test_a_disk_that_runs_full_in_the_middle_of_a_sweep_loses_nothing(
-    connect, small_disk, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(controller, "SPARE_BYTES", 0)
+def test_a_disk_that_runs_full_in_the_middle_of_a_sweep_loses_nothing(connect, small_disk, tmp_path):
     experiment = idle(tmp_path)
     ballast = small_disk / "ballast"
-    running = Controller(experiment, small_disk, "cpu", connect, None)
+    running = Controller(experiment, small_disk, "cpu", connect, None, RunOptions(spare=0))
     for step in running.run():
         if not ballast.exists() and not isinstance(step, Outcome) and step.done == 1:
             fill(ballast)
     assert step.status == "disk"
     assert "full: free some of it, then run the same command again" in step.why
     ballast.unlink()
-    outcome, _ = sweep(experiment, small_disk)
+    outcome, _ = sweep(experiment, small_disk, spare=0)
     assert outcome.status == "done"
     sweep(experiment, tmp_path / "plain")
     assert records(small_disk) == records(tmp_path / "plain")

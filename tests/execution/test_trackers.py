@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ledger, tiny, until, write
+from support.experiments import ledger, sweep, tiny, until, write
 from support.toy_tracker import Toy
 
 from ablate.errors import InputError
-from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.tracking.runs import gap_key, key, shown
@@ -112,9 +111,9 @@ class Broken(Toy):
         raise OSError("no more paper\nin the printer")
 
 
-def test_a_tracker_that_fails_is_named_and_neither_stops_the_sweep_nor_another_tracker(tmp_path, monkeypatch):
-    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 3.0)
-    outcome, news = follow(tmp_path, {"broken": Broken(tmp_path, "other"), "toy": Toy(tmp_path, "tiny")})
+def test_a_tracker_that_fails_is_named_and_neither_stops_the_sweep_nor_another_tracker(tmp_path):
+    trackers = {"broken": Broken(tmp_path, "other"), "toy": Toy(tmp_path, "tiny")}
+    outcome, news = sweep(tiny(tmp_path), tmp_path, trackers=trackers, grace=3.0)
     assert outcome.status == "done"
     assert news[-1] == "broken is behind (OSError: no more paper): the next run of this sweep writes the rest"
     assert "FINISHED" in (tmp_path / "tiny.txt").read_text()

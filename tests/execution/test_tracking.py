@@ -11,7 +11,6 @@ from support.experiments import WILD, Children, idle, ledger, statuses, sweep, t
 from support.mlflow_runs import histories, runs
 from support.studies import outcomes, trials
 
-from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking.access import log_report
@@ -446,10 +445,11 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
     book.close()
 
 
-def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
-    monkeypatch.setattr("ablate.execution.projections.Follower", None)
-    outcome, _ = sweep(tiny(drawn, "drawn"), drawn, store)
-    assert outcome.ran == 0
+def test_nothing_is_drawn_where_everything_is(client, drawn, store):
+    steps = Controller(tiny(drawn, "drawn"), drawn, "cpu", Inline, store).run()
+    seen = [(step, {thread.name for thread in threading.enumerate()}) for step in steps]
+    assert seen[-1][0].ran == 0
+    assert not any("mlflow" in names for _, names in seen)
 
 
 def test_a_sweep_that_shares_trials_has_runs_of_its_own(client, drawn, store):
@@ -529,12 +529,8 @@ def test_a_failed_trial_is_failed_and_finished_once_it_succeeds(client, store, t
 
 
 @pytest.mark.slow
-def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(
-    client, store, tmp_path, monkeypatch
-):
-    with monkeypatch.context() as patched:
-        patched.setattr(controller, "MLFLOW_GRACE_SECONDS", 2.0)
-        outcome, news = sweep(idle(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9")
+def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(client, store, tmp_path):
+    outcome, news = sweep(idle(tmp_path, "dead", seeds=1), tmp_path, "http://127.0.0.1:9", grace=2.0)
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert set(statuses(tmp_path, "dead").values()) == {"done"}
     assert re.match(r"MLflow \d+ records behind \(", news[-1])

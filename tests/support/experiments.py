@@ -160,11 +160,15 @@ class Children:
 
 
 def sweep(
-    experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline
+    experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline, **options: Any
 ) -> tuple[Outcome, list[str]]:
-    """Run the sweep in this process; returns its outcome and what it said."""
-    options = RunOptions(describe=summary_markdown)
-    controller, news = Controller(experiment, state, "cpu", connect, mlflow, options), []
+    """Run the sweep in this process; returns its outcome and what it said. `options` are fields of RunOptions."""
+    controller, news = (
+        Controller(
+            experiment, state, "cpu", connect, mlflow, RunOptions(describe=summary_markdown, **options)
+        ),
+        [],
+    )
     for step in controller.run():
         if isinstance(step, Outcome):
             outcome = step
