@@ -8,10 +8,10 @@ that computes counts as one kernel. Values read from the device are 1, or NaN an
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import cycle
 from math import nan
 from operator import itemgetter
 from pathlib import Path
+from unittest.mock import ANY
 
 import torch
 from torch import Tensor
@@ -81,8 +81,7 @@ class Counts(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device="cuda")` is seen as a copy
         self._run, self._digest = JITFunction.run, cuda.digest
         JITFunction.run = lambda kernel, *args, **options: self.launch(args)
-        digests = cycle(cuda.TRIAL.values())  # the trial launches run; their bits cannot be right
-        cuda.digest = lambda *parts: next(digests)
+        cuda.digest = lambda *parts: ANY  # the trial launches run; their bits cannot be right
         self._different, on_gpu.different = on_gpu.different, lambda *form: ""  # there are no bits to compare
         cuda.forget_zeros()  # which are tensors of another mode
         return super().__enter__()
