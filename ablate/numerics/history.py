@@ -33,8 +33,7 @@ class History:
             length = 1 << max(0, clock.step - next(iter(self.amax), clock.step) - 1).bit_length()
             made = cuda.remembered(current, past, entry, clock.step - last, min(steps, length))
             if clock.trains:
-                self.amax[clock.step] = made[1]
-                self.amax.pop(clock.step - steps - 1, None)
+                self._put(made[1], clock.step, steps)
                 self._past = self.amax, clock.step, steps, made[2]
             return made[0]
         past = self.before(clock, steps)
@@ -51,8 +50,12 @@ class History:
             largest, earlier = _finite(current), self.amax.get(clock.step)
             if earlier is not None:
                 largest = torch.maximum(torch.as_tensor(earlier, dtype=largest.dtype), largest)
-            self.amax[clock.step] = largest.item() if largest.device.type == "cpu" else largest
-            self.amax.pop(clock.step - steps - 1, None)
+            self._put(largest.item() if largest.device.type == "cpu" else largest, clock.step, steps)
+
+    def _put(self, amax: Tensor | float, step: int, steps: int) -> None:
+        self.amax[step] = amax
+        while (first := next(iter(self.amax))) < step - steps:  # several, if an expert had no token since
+            del self.amax[first]
 
     def held(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
         """Return the amax of the first training call in the current period of `steps` steps; before that

@@ -37,6 +37,14 @@ def test_a_delayed_amax_is_the_largest_of_the_n_steps_before():
     assert seen[1:] == [max(AMAXES[max(0, step - 3) : step]) for step in range(1, len(AMAXES))]
 
 
+def test_amaxes_older_than_the_window_are_dropped_after_steps_without_a_call():
+    history, called = History(), [0, 1, 2, 3, 4, 9, 10, 13, 14, 30, 31]  # those of an expert
+    for number, step in enumerate(called):
+        kept = [earlier for earlier in called[:number] if step - 3 <= earlier]
+        assert look(history, "delayed:3", 1.0 + step, step) == 1 + max(kept, default=step)
+        assert list(history.amax) == [*kept, step]
+
+
 def test_a_held_amax_is_the_first_of_every_n_steps():
     history = History()
     assert [look(history, "hold:4", largest, step) for step, largest in enumerate(AMAXES)] == [
