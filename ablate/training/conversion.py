@@ -30,7 +30,7 @@ random bits for recomputed activations while several calls of a layer wait for t
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypedDict
 
@@ -339,7 +339,8 @@ class Conversion:
         """Return what later steps depend on beside parameters and optimizer, for a checkpoint.
 
         Returns:
-            Numbers, strings and tensors, which `torch.load(weights_only=True)` reads.
+            Numbers, strings and tensors, which `torch.load(weights_only=True)` reads. As those of a model's
+            state dict, the tensors are the run's own: save or copy them before the next step.
 
         Raises:
             RuntimeError: called inside of `step()`, which is not counted yet.
@@ -450,9 +451,9 @@ class Conversion:
         """Follow every optimizer of the model's parameters: rules for weights act around its step."""
         me = weakref.ref(self)
 
-        def before(optimizer: "Optimizer", args: object, kwargs: object) -> None:
+        def before(optimizer: "Optimizer", args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
             if (self := me()) and self._concerns(optimizer):
-                self._before_update(optimizer)
+                self._before_update(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
 
         def after(optimizer: "Optimizer", args: object, kwargs: object) -> None:
             if (self := me()) and self._concerns(optimizer):
@@ -469,7 +470,7 @@ class Conversion:
         """Number of the step in progress, or of the last one."""
         return self.steps_done if self._within else max(0, self.steps_done - 1)
 
-    def _before_update(self, optimizer: "Optimizer") -> None:
+    def _before_update(self, optimizer: "Optimizer", closure: bool) -> None:
         if self._within == "step":
             refuse_bypassed(self.engine.layers.values())
         if self._measuring and self._within == "step":
@@ -488,6 +489,11 @@ class Conversion:
             raise RuntimeError(
                 f"weights.q_ramping changes Adam's moments, and {type(optimizer).__name__} has none;"
                 " use Adam or AdamW"
+            )
+        if weights.q_ramping and closure:
+            raise RuntimeError(
+                "weights.q_ramping changes gradients before optimizer.step(), and its closure computes them"
+                " anew; call backward before optimizer.step(), and give it no closure"
             )
         self.engine.weights.before(optimizer, self._present, self._run)
 

@@ -657,6 +657,36 @@ def test_rules_for_weights_act_around_the_optimizer(rule):
             trained(with_rule, run, optimizer=torch.optim.SGD(with_rule.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("rule", ["osci_reset", "q_ema", "q_ramping"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_rule_that_changes_gradients_refuses_a_closure_that_computes_them(rule, named):
+    def after(closure: bool) -> list[torch.Tensor]:
+        model = net()
+        run = ablate.convert(model, {"from": "nvfp4", "weights": {rule: RULES[rule]}}, steps=6)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(6):
+
+            def computed(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            with run.step():
+                if not closure:
+                    computed()
+                given = computed if closure else None
+                optimizer.step(closure=given) if named else optimizer.step(given)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    expected = after(False)
+    if rule == "q_ramping":
+        with pytest.raises(RuntimeError, match="give it no closure"):
+            after(True)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(after(True), expected, strict=True))
+
+
 RULES = {
     "osci_reset": {"start": 0.0, "period": 4, "window": 3, "threshold": 1.0},
     "q_ema": {"start": 1, "decay": 0.5},
