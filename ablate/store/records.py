@@ -26,23 +26,25 @@ from ablate.store.ledger_rows import FINISHED, Member
 from ablate.training.metric_names import parse
 from ablate.training.workloads import WORKLOADS
 
-WORTH_KEEPING = 1_000_000
+_WORTH_KEEPING = 1_000_000
 """Smallest number of rows that is cached. Fewer are read from the ledger as fast as from a file."""
 _NULL = -sys.float_info.max
 """Number in place of NULL until the rows are an array, which has no None."""
 _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens", "metric", "value")
 
 
-def frame(*ledgers: Ledger, metrics: Collection[str] | None = None) -> pd.DataFrame:
+def frame(
+    *ledgers: Ledger, metrics: Collection[str] | None = None, worth_keeping: int = _WORTH_KEEPING
+) -> pd.DataFrame:
     """Return every record of the ledgers of one or several sweeps as one row. A trial that several members
     share has its rows once for each of them. `metrics`: names, or patterns such as `quant/*/sqnr_db`; None
-    for all.
+    for all. `worth_keeping`: smallest number of new rows that is cached.
 
     Columns: sweep, arm, baseline, seed, trial (its id), status, step, tokens (trained on so far; NaN if the
     workload counts none), metric, value, and one for each knob (NaN if an arm does not set it, or sets it to
     null). All but step, tokens and value are categorical in the frame of one ledger.
     """
-    frames = [_frame(ledger, metrics) for ledger in ledgers]
+    frames = [_frame(ledger, metrics, worth_keeping) for ledger in ledgers]
     return frames[0] if len(frames) == 1 else pd.concat(map(_plain, frames), ignore_index=True)
 
 
@@ -51,12 +53,12 @@ def _plain(part: pd.DataFrame) -> pd.DataFrame:
     return part.astype(dict.fromkeys(part.select_dtypes("category"), object))
 
 
-def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
+def _frame(ledger: Ledger, metrics: Collection[str] | None, worth_keeping: int) -> pd.DataFrame:
     members, names = ledger.members(), ledger.names()
     wanted = sorted(number for number, text in names.items() if metrics is None or parse(text).like(metrics))
     if not members or not wanted:
         return pd.DataFrame(columns=list(_FIRST))
-    rows = _rows(ledger, metrics is None, wanted)
+    rows = _rows(ledger, wanted, worth_keeping if metrics is None else None)
     trials = rows["trial"].to_numpy()
     starts, ends = (
         np.searchsorted(trials, [member.trial for member in members], side) for side in ("left", "right")
@@ -114,9 +116,10 @@ def tokens_per_step(spec: RecordedSpec) -> int | None:
 # Records from the ledger, or from the cache
 
 
-def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
+def _rows(ledger: Ledger, names: Sequence[int], worth_keeping: int | None) -> pa.Table:
     """Return (trial, name, step, value) by trial and step, in the ledger's numbers, from the cache as far as
-    it is valid. `everything`: `names` are all metrics, so that the rows can be cached."""
+    it is valid. `worth_keeping`: smallest number of new rows that is cached; None if `names` are not all
+    metrics, so that no rows can be cached."""
     folder, edition = ledger.path.parent / "records", ledger.facts.edition
     wanted = {member.trial: member for member in ledger.members()}
     texts, cached = ledger.names(), list[pa.Table]()
@@ -139,7 +142,7 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
         cached.append(rows)
         cached_trials |= set(trials.values())
     new = record_table(ledger, sorted(wanted.keys() - cached_trials), names)
-    if everything and edition and new.num_rows >= WORTH_KEEPING:
+    if edition and worth_keeping is not None and new.num_rows >= worth_keeping:
         finished = {
             trial: row.id
             for trial, row in wanted.items()

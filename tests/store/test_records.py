@@ -11,7 +11,6 @@ from support.commands import here
 from support.experiments import sweep, tiny, write
 
 from ablate.experiment.recorded_spec import RecordedSpec
-from ablate.store import records
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame, tokens_per_step
 
@@ -84,27 +83,25 @@ def test_a_shared_trial_has_its_rows_once_for_each_member(book):
     assert (frame(book)["arm"] == "again").sum() == 6
 
 
-def test_what_is_remembered_is_what_the_ledger_says(book, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
+def test_what_is_remembered_is_what_the_ledger_says(book, tmp_path):
     running = add(book, 2, 2, "a/2", 7.0, status="running")
-    before = frame(book)
+    before = frame(book, worth_keeping=1)
     (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
     book.record(running, [{"step": 15, "time": 0.0, "metrics": {"val/loss": 6.0}}])
     book.settle(running, "done")
-    asked = []
-    query = records.record_table
-    monkeypatch.setattr(records, "record_table", lambda *words: asked.append(words[1]) or query(*words))
+    wanted = expected(book)
+    book.db.execute(
+        "DELETE FROM records WHERE trial <> ?", (running,)
+    )  # the finished ones are not read again
     after = frame(book)
-    assert asked == [[running]]  # the finished ones are not read again
-    assert rows(after) == expected(book)
+    assert rows(after) == wanted
     assert len(after) == len(before) + 1
-    assert rows(frame(book, metrics=["val/*"])) == {row for row in expected(book) if row[3] == "val/loss"}
+    assert rows(frame(book, metrics=["val/*"])) == {row for row in wanted if row[3] == "val/loss"}
     assert part.exists()
 
 
-def test_what_was_forgotten_is_read_anew(book, monkeypatch):
-    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
-    frame(book)
+def test_what_was_forgotten_is_read_anew(book):
+    frame(book, worth_keeping=1)
     book.forget(1)
     book.record(1, [{"step": 5, "time": 0.0, "metrics": {"val/loss": 4.5}}])
     book.settle(1, "done")
@@ -131,17 +128,14 @@ def test_a_workload_without_tokens_has_none():
     assert tokens_per_step(RecordedSpec.of({"workload": {"gpt": {"unknown": 1}}})) is None
 
 
-def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
+def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(tmp_path):
     ledger = tmp_path / "sweeps" / "tiny" / "ledger.db"
 
     def read() -> tuple[list[tuple], set, set]:
         with closing(Ledger(ledger, readonly=True)) as book:
             return (
                 [tuple(row) for row in book.db.execute("SELECT trial, id FROM trials")],
-                rows(frame(book)),
+                rows(frame(book, worth_keeping=1)),
                 expected(book),
             )
 
@@ -157,10 +151,9 @@ def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_i
     assert found == wanted
 
 
-def test_what_one_numbering_remembered_is_read_by_another(book, monkeypatch, tmp_path):
+def test_what_one_numbering_remembered_is_read_by_another(book, tmp_path):
     """A ledger that was restored from a copy may number what came after it differently."""
-    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
-    frame(book)
+    frame(book, worth_keeping=1)
     other = Ledger(tmp_path / "other" / "x" / "ledger.db")
     add(other, other.add_arm("b", {}, None, None), 7, "b/7", 9.0)
     arm = other.add_arm("a", {"rht": True}, None, None)
@@ -175,9 +168,8 @@ def test_what_one_numbering_remembered_is_read_by_another(book, monkeypatch, tmp
     other.close()
 
 
-def test_records_that_two_readers_remembered_at_once_are_read_once(book, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
-    frame(book)
+def test_records_that_two_readers_remembered_at_once_are_read_once(book, tmp_path):
+    frame(book, worth_keeping=1)
     (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
     digest = part.stem.rpartition("-")[2]
     part.with_name(f"{book.fact('edition')}-second-{digest}.parquet").write_bytes(part.read_bytes())
@@ -185,15 +177,14 @@ def test_records_that_two_readers_remembered_at_once_are_read_once(book, monkeyp
     assert len(table) == len(rows(table)) == len(expected(book))
 
 
-def test_remembered_records_that_were_damaged_are_read_from_the_ledger_again(book, monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "WORTH_KEEPING", 1)
-    whole = rows(frame(book))
+def test_remembered_records_that_were_damaged_are_read_from_the_ledger_again(book, tmp_path):
+    whole = rows(frame(book, worth_keeping=1))
     for place in (0.1, 0.5, 0.9):
         (part,) = (tmp_path / "sweeps" / "x" / "records").glob("*.parquet")
         content = bytearray(part.read_bytes())
         content[int(place * len(content))] ^= 4
         part.write_bytes(content)
-        assert rows(frame(book)) == whole
+        assert rows(frame(book, worth_keeping=1)) == whole
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists a process's libraries by /proc")
