@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
 
@@ -30,10 +31,10 @@ from support.experiments import (
 from support.ledgers import overwrite_middle
 from support.processes import modules
 
-from ablate.execution import sweep_status
+from ablate.execution.sweep_control import exclusive
 from ablate.execution.sweep_status import read
 from ablate.execution.tracking.mlflow_tracker import behind
-from ablate.files import lock
+from ablate.files import Holder, lock
 from ablate.reports.report_about import stamp, write_about
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
@@ -306,9 +307,15 @@ def test_what_mlflow_lacks_is_counted_without_what_it_is_not_to_show(book):
     assert behind(book) == 0
 
 
-def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_path, monkeypatch):
+@pytest.fixture
+def held(tmp_path) -> Iterator[Holder]:
+    """This process, which holds the lock of sweep `hand` as its controller would."""
+    with exclusive(tmp_path / "sweeps" / "hand", "hand"):
+        yield Holder.this_process()
+
+
+def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, held, tmp_path):
     now = time.time()
-    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
     book.start_attempt(book.trial, 1, now - 1000)
     record(book, range(0, 40), now - 1000, 4.0, **{"throughput/tokens_per_s": 128.0})
     book.end_attempt(book.trial, 1, now - 900, "failed")
@@ -323,17 +330,15 @@ def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_pat
     assert flight.silent_s == pytest.approx(22 - 59 / 5, abs=1)
 
 
-def test_an_estimate_that_has_run_out_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
+def test_an_estimate_that_has_run_out_says_so(held, tmp_path):
     with closing(Ledger(tmp_path / "sweeps" / "hand" / "ledger.db")) as made:
         made.describe(metrics="[]", mlflow="digest")
         made.facts.left = time.time() - 100.0, 50.0
     assert read(tmp_path / "sweeps" / "hand", Store(tmp_path)).seconds_left == 0.0
-    assert "runs (pid 1 on here), longer than estimated" in here("status", "--state", tmp_path).stdout
+    assert f"runs ({held}), longer than estimated" in here("status", "--state", tmp_path).stdout
 
 
-def test_a_trial_of_forks_counts_its_windows_and_no_time_left_is_negative(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
+def test_a_trial_of_forks_counts_its_windows_and_no_time_left_is_negative(held, tmp_path):
     forks = {"trunk": None, "positions": [0], "windows": [40, 80]}
     spec = {"workload": {"gpt": {"steps": 100}}, "forks": forks}
     now = time.time()
@@ -349,11 +354,12 @@ def test_a_trial_of_forks_counts_its_windows_and_no_time_left_is_negative(tmp_pa
 
 
 def test_a_status_asks_as_little_of_many_trials_as_of_few(tmp_path, monkeypatch):
-    asked, opened = [], Ledger.__init__
+    asked, connect = [], sqlite3.connect
 
-    def watched(self, *words, **more):
-        opened(self, *words, **more)
-        self.db.set_trace_callback(asked.append)
+    def watched(*words, **more):
+        connection = connect(*words, **more)
+        connection.set_trace_callback(asked.append)
+        return connection
 
     def filled(name: str, arms: int) -> list[str]:
         with closing(Ledger(tmp_path / "sweeps" / name / "ledger.db")) as made:
@@ -365,7 +371,7 @@ def test_a_status_asks_as_little_of_many_trials_as_of_few(tmp_path, monkeypatch)
                     made.settle(made.add_member(number, seed, f"{arm}-{seed}", "{}"), "done", seconds=1.0)
             made.db.execute("COMMIT")
         with monkeypatch.context() as patched:
-            patched.setattr(Ledger, "__init__", watched)
+            patched.setattr(sqlite3, "connect", watched)
             assert read(tmp_path / "sweeps" / name, Store(tmp_path)).trials == {"done": 10 * arms}
         found, asked[:] = asked[:], []
         return found

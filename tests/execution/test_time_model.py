@@ -8,7 +8,7 @@ import pytest
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
-from ablate.execution import sweep_status, time_model
+from ablate.execution import sweep_control, sweep_status, time_model
 from ablate.execution.controller import Controller
 from ablate.execution.forecast import Forecast, forecast, time_needed
 from ablate.execution.progress import RunOptions
@@ -307,19 +307,16 @@ def test_a_clock_that_is_set_back_leaves_the_time_left_as_it_is(tmp_path, monkey
 
 
 def test_status_and_the_live_view_show_one_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
     monkeypatch.setattr(sweep_status.time, "time", lambda: 1e9)  # the controller's clock, too
+    experiment, folder = (
+        tiny(tmp_path, workload={"idle": {"steps": 50, "seconds": 1e-3}}),
+        tmp_path / "sweeps" / "tiny",
+    )
     seen = []
-    for step in Controller(
-        tiny(tmp_path, workload={"idle": {"steps": 50, "seconds": 1e-3}}), tmp_path, "cpu", Inline, None
-    ).run():
-        if getattr(step, "running", ()):
-            seen.append(
-                (
-                    sweep_status.read(tmp_path / "sweeps" / "tiny", Store(tmp_path)).seconds_left,
-                    step.seconds_left,
-                )
-            )
+    with sweep_control.exclusive(folder, "tiny"):
+        for step in Controller(experiment, tmp_path, "cpu", Inline, None).run():
+            if getattr(step, "running", ()):
+                seen.append((sweep_status.read(folder, Store(tmp_path)).seconds_left, step.seconds_left))
     assert seen
     assert all(shown == own for shown, own in seen)
     assert seen[0][0] > 0

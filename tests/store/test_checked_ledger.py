@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -211,11 +212,13 @@ def test_a_sweep_that_was_only_begun_is_not_unverified(tmp_path):
 
 def test_a_ledger_is_compared_once_until_its_file_changes(copied, cache, monkeypatch):
     _, path = copied
-    monkeypatch.setattr("ablate.cache.SETTLED_SECONDS", 0.0)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)  # nothing has changed for an hour
     open_checked(path).close()
-    with monkeypatch.context() as patched:
-        patched.setattr(Ledger, "flaw", lambda _: pytest.fail("compared again"))
-        open_checked(path).close()
+    (note,) = (cache / "notes").iterdir()
+    written = note.stat()
+    open_checked(path).close()
+    assert (note.stat().st_ino, note.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     facts = path.stat()
     execute(path, CHANGE)
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
@@ -228,7 +231,8 @@ def test_a_cache_that_cannot_be_written_costs_a_comparison_and_no_more(copied, t
     _, path = copied
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr("ablate.cache.SETTLED_SECONDS", 0.0)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
     open_checked(path).close()
     execute(path, CHANGE)
     with pytest.raises(InputError, match="not what was written"):

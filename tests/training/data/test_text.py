@@ -6,8 +6,10 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,11 +309,12 @@ def test_text_is_the_same_corpus_as_the_folder_prepared_of_it(tmp_path):
     )
 
 
-def test_what_was_made_is_kept_by_content(tmp_path, cache, monkeypatch):
+def test_what_was_made_is_kept_by_content(tmp_path, cache):
     path, copy = stories(tmp_path), stories(tmp_path, "copy.txt")
     first = open_corpus(TextFiles(text=str(path)))
-    monkeypatch.setattr(prepared, "prepare", None)
+    before = {file: file.stat() for file in (cache / "corpora").glob("*/*")}
     assert open_corpus(TextFiles(text=str(copy))).fingerprint == first.fingerprint
+    assert {file: file.stat() for file in (cache / "corpora").glob("*/*")} == before
     assert len([folder for folder in (cache / "corpora").iterdir() if folder.is_dir()]) == 1
 
 
@@ -326,10 +329,11 @@ def test_a_changed_text_is_another_corpus(tmp_path):
 def test_a_file_is_read_again_when_it_may_have_changed_and_only_then(tmp_path, monkeypatch):
     path = stories(tmp_path)
     with monkeypatch.context() as context:
-        context.setattr(cache_module, "SETTLED_SECONDS", 0.0)  # a change just now cannot be dated back
+        now = time.time
+        context.setattr(time, "time", lambda: now() + 3600)  # a change just now cannot be dated back
         first = cache_module.digest([path])
-        context.setattr(cache_module, "hash_contents", None)
-        assert cache_module.digest([path]) == first
+        cache_module.note(cache_module.stamp([path]), "noted")
+        assert cache_module.digest([path]) == "noted"
     path.write_text(path.read_text().replace("closed", "opened"))
     now = path.stat().st_mtime_ns
     second = cache_module.digest([path])
@@ -502,9 +506,9 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_sentence_with_what_there_is
 def test_a_commit_is_asked_for_once(tmp_path, monkeypatch):
     from ablate.training.data import hub
 
-    pytest.importorskip("huggingface_hub")
-    asked = []
-    monkeypatch.setattr(hub, "latest_commit", lambda *words: asked.append(words) or "c0ffee")
+    api, asked = pytest.importorskip("huggingface_hub").HfApi, []
+    info = SimpleNamespace(sha="c0ffee")
+    monkeypatch.setattr(api, "dataset_info", lambda self, name, **_: asked.append(name) or info)
     assert [hub.version("some/stories", None, "") for _ in range(3)] == ["c0ffee"] * 3
     assert hub.version("some/stories", "v2", "") == "c0ffee"
     assert len(asked) == 2
