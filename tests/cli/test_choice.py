@@ -8,14 +8,16 @@ from dataclasses import replace
 
 import pytest
 from support.commands import here
+from support.machines import assuming, install
 
-from ablate.engines import hardware, parity_record
-from ablate.engines.hardware import Machine, this_machine
+from ablate.engines import parity_record
+from ablate.engines.hardware import PARTS, Machine, this_machine
 from ablate.errors import InputError
 from ablate.experiment import engine_selection
 from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.engine_selection import UNPROVEN, Choice, choose, misfit
 from ablate.experiment.load import load
+from ablate.numerics.spec import VERSION
 from ablate.training.rank_layout import Layout
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -92,24 +94,26 @@ def test_a_family_that_was_off_or_was_not_compared_is_left_to_the_emulator():
     assert "does not cover MXFP8 and NVFP4 in" in auto("nvfp4", "mxfp8").why
 
 
-def test_a_comparison_on_another_gpu_of_another_version_or_a_quick_one_does_not_count(monkeypatch):
+def test_a_comparison_on_another_gpu_of_another_version_or_a_quick_one_does_not_count(tmp_path, monkeypatch):
     parity_record.keep(compared(fast=True), B200)
     assert auto("nvfp4") == Choice("emulated", UNPROVEN)
     parity_record.keep(compared(), B200)
     others = [replace(B200, capability=(10, 3)), replace(B200, version="2.21.0"), H100]
     assert [parity_record.agreed(machine) for machine in (B200, *others)] == [set(ALL), set(), set(), set()]
-    for name in ("VERSION", "PROTOCOL"):
-        with monkeypatch.context() as changed:
-            changed.setattr(parity_record, name, 99)
-            assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+    subject = parity_record.subject(B200)
+    assert (subject["numerics"], subject["protocol"]) == (VERSION, parity_record.PROTOCOL)
+    for field in ("numerics", "protocol"):
+        parity_record.keep(compared(**{field: 99}), B200)
+        assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+    parity_record.keep(compared(), B200)
     with monkeypatch.context() as changed:
         changed.setenv("NVTE_ENABLE_CUTEDSL_BACKEND", "1")  # other kernels
         assert auto("nvfp4") == Choice("emulated", UNPROVEN)
     assert auto("nvfp4") == Choice("transformer_engine")
-    monkeypatch.setattr(
-        parity_record, "installed", lambda package: "9.9"
-    )  # another torch, or another native part
-    assert auto("nvfp4") == Choice("emulated", UNPROVEN)
+    for package in ("torch", *PARTS):
+        with monkeypatch.context() as changed:
+            install(changed, tmp_path / package, {package: "9.9"})
+            assert auto("nvfp4") == Choice("emulated", UNPROVEN)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"compared": 1, "fast": false}', "null"])
@@ -347,11 +351,11 @@ def test_what_te_does_not_compute_of_experts_is_left_to_scaled_mm(recipe, why):
 FILE = "schema: 1\nquestion: Is it?\nworkload: {gpt: {steps: 3}}\nablate: {rht: [true, false]}\n"
 
 
-def test_the_engine_is_in_every_trial_and_so_in_its_id(tmp_path, monkeypatch):
+def test_the_engine_is_in_every_trial_and_so_in_its_id(tmp_path):
     (tmp_path / "x.yaml").write_text(FILE)
     (tmp_path / "native.yaml").write_text(f"{FILE}engine: transformer_engine\n")
-    monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
-    here, there = load(tmp_path / "x.yaml", "cuda"), load(tmp_path / "native.yaml", "cuda")
+    with assuming(B200):
+        here, there = load(tmp_path / "x.yaml", "cuda"), load(tmp_path / "native.yaml", "cuda")
     specs = [experiment.spec(experiment.arms[0], 0, "cuda") for experiment in (here, there)]
     assert [spec.engine for spec in specs] == ["emulated", "transformer_engine"]
     assert specs[0].id != specs[1].id
@@ -368,11 +372,11 @@ search: {trials: 4, sampler: random}
 def searched(folder, engine: str, knobs: str, recipe: str = "nvfp4"):
     path = folder / "s.yaml"
     path.write_text(f"{SEARCH}engine: {engine}\nrecipe: {recipe}\nablate: {{{knobs}}}\n")
-    return load(path, "cuda")
+    with assuming(B200):
+        return load(path, "cuda")
 
 
-def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
+def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path):
     fine = "rht: [true, false], weights_2d: [true, false], cooldown: {uniform: [0, 0.5]}"
     assert searched(tmp_path, "transformer_engine", fine).engine == "transformer_engine"
     assert searched(tmp_path, "auto", fine).engine_why == UNPROVEN
@@ -388,9 +392,8 @@ def test_a_search_runs_on_it_where_every_value_of_its_knobs_does(tmp_path, monke
         searched(tmp_path, "transformer_engine", other)
 
 
-def test_a_combination_that_it_cannot_compute_is_refused_when_it_is_drawn(tmp_path, monkeypatch):
+def test_a_combination_that_it_cannot_compute_is_refused_when_it_is_drawn(tmp_path):
     """Each of the two values alone is fine: rows need weights in blocks of 1x16."""
-    monkeypatch.setattr(engine_selection, "this_machine", lambda: B200)
     rows, weights = "recipe.fprop.x.outer.granularity", "recipe.fprop.w.block"
     found = searched(
         tmp_path, "transformer_engine", f"{rows}: [tensor, row], {weights}: [1x16, 16x16]", "fp4_all_the_way"
@@ -427,8 +430,10 @@ def test_the_plan_says_why_auto_took_the_emulator(tmp_path):
         ({"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}, "2.20.2", True),
     ],
 )
-def test_the_native_part_is_told_from_the_package_of_python_alone(packages, library, native, monkeypatch):
-    monkeypatch.setattr(hardware, "installed", packages.get)
+def test_the_native_part_is_told_from_the_package_of_python_alone(
+    packages, library, native, tmp_path, monkeypatch
+):
+    install(monkeypatch, tmp_path, packages, alone=True)
     found = this_machine()
     assert (found.version, found.native) == (library, native)
 

@@ -10,13 +10,12 @@ te_double.install()
 
 from ablate.cli import bench  # noqa: E402
 from ablate.cli.common import run  # noqa: E402
-from ablate.engines import transformer_engine as native  # noqa: E402
-from ablate.engines.hardware import Machine  # noqa: E402
+from ablate.engines.hardware import ASSUMED, Machine  # noqa: E402
 from ablate.experiment.arms import StartingPoint  # noqa: E402
 from ablate.recipes import PRESETS  # noqa: E402
 from ablate.verification import linear_layers  # noqa: E402
 
-bench.this_machine = native.this_machine = lambda: Machine("2.20.2", native=True, capability=(10, 0))
+ASSUMED.set(Machine("2.20.2", native=True, capability=(10, 0)))
 linear_layers.GPU = "cpu"  # where the double computes
 NEAREST = StartingPoint("gpt", {}, "nvfp4").arm({"sr": False}).recipe
 PRESETS["nvfp4"] = lambda: NEAREST  # TE's reference rounds to nearest alone

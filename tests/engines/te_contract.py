@@ -18,7 +18,7 @@ TE = te_double.install()
 
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
-from ablate.engines.hardware import Machine  # noqa: E402
+from ablate.engines.hardware import ASSUMED, Machine  # noqa: E402
 from ablate.engines.product_errors import of_gradients, of_output  # noqa: E402
 from ablate.engines.products import Probe  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
@@ -36,7 +36,7 @@ from ablate.training.trial_run import TrialRun  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
-native.this_machine = engine_selection.this_machine = lambda: B200
+ASSUMED.set(B200)
 
 
 class Scales(Probe):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cases import Tier
+from support.machines import assuming
 from torch import nn
 
 from ablate.engines import transformer_engine as native
@@ -263,6 +264,8 @@ def test_what_cannot_be_is_refused_in_a_sentence(found):
 
 # Without TE
 
+H100, B200 = (Machine("2.20.2", native=True, capability=(major, 0)) for major in (9, 10))
+
 
 def model() -> nn.Module:
     whole = nn.Module()
@@ -270,10 +273,12 @@ def model() -> nn.Module:
     return whole
 
 
-def test_a_worker_without_what_the_planner_had_refuses_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
-    with pytest.raises(
-        ValueError, match=r"^engine transformer_engine: this GPU, SM 9\.0, does not train NVFP4"
+def test_a_worker_without_what_the_planner_had_refuses_in_a_sentence():
+    with (
+        assuming(H100),
+        pytest.raises(
+            ValueError, match=r"^engine transformer_engine: this GPU, SM 9\.0, does not train NVFP4"
+        ),
     ):
         native.convert(model(), PRESETS["nvfp4"](), Clock(0))
 
@@ -283,26 +288,25 @@ def test_a_worker_without_what_the_planner_had_refuses_in_a_sentence(monkeypatch
     ["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"],
 )
 def test_an_environment_that_changes_numbers_is_refused(switch, monkeypatch):
-    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
     monkeypatch.setenv(switch, "1")
-    with pytest.raises(ValueError, match=f"{switch} is set .* unset it"):
+    with assuming(H100), pytest.raises(ValueError, match=f"{switch} is set .* unset it"):
         native.convert(model(), PRESETS["fp8_current"](), Clock(0))
 
 
 def test_in_high_precision_a_layer_is_the_emulators_and_asks_nothing_of_te(monkeypatch):
-    monkeypatch.setattr(native, "library", None)
-    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(10, 0)))
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     plain = model()
     expected = nn.functional.linear(
         x, plain.blocks[0]["a"].weight.bfloat16(), plain.blocks[0]["a"].bias.bfloat16()
     )
-    native.convert(plain, PRESETS["bf16"](), Clock(0))
+    with assuming(B200):
+        native.convert(plain, PRESETS["bf16"](), Clock(0))
     assert torch.equal(plain.blocks[0]["a"](x), expected)
 
 
 def test_a_layer_without_tokens_has_an_empty_output_and_gradients_of_zero(monkeypatch):
-    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
     clock = Clock(0)
     layer = native.NativeLinear(nn.Linear(32, 64), "blocks.0.a", clock, torch.bfloat16, native.Draws(clock))
     layer.products = PRESETS["nvfp4"]().products
@@ -314,12 +318,12 @@ def test_a_layer_without_tokens_has_an_empty_output_and_gradients_of_zero(monkey
     assert not any(parameter.grad.any() for parameter in layer.parameters())
 
 
-def test_layers_are_replaced_and_refused_as_the_emulators_are(monkeypatch):
-    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(10, 0)))
+def test_layers_are_replaced_and_refused_as_the_emulators_are():
     shared, called = model(), []
     shared.blocks[0]["b"] = shared.blocks[0]["a"]
     shared.blocks[0]["a"].register_forward_hook(lambda *_: called.append("forward"))
-    engine = native.convert(shared, PRESETS["nvfp4"](), Clock(0))
+    with assuming(B200):
+        engine = native.convert(shared, PRESETS["nvfp4"](), Clock(0))
     assert isinstance(shared.blocks[0]["a"], native.NativeLinear)
     assert shared.blocks[0]["a"] is shared.blocks[0]["b"]
     with pytest.raises(RuntimeError, match=r"engine\.at"):
@@ -328,7 +332,7 @@ def test_layers_are_replaced_and_refused_as_the_emulators_are(monkeypatch):
         shared.blocks[0]["b"](torch.zeros(32, 32))
     assert called == ["forward"]
     unknown = nn.ModuleDict({"trunk": nn.ModuleList([nn.ModuleDict({"a": nn.Linear(32, 32)})])})
-    with pytest.raises(ValueError, match="'trunk'"):
+    with assuming(B200), pytest.raises(ValueError, match="'trunk'"):
         native.convert(unknown, PRESETS["nvfp4"](), Clock(0))
 
 
@@ -340,11 +344,11 @@ def test_a_second_derivative_of_its_products_is_refused():
         torch.autograd.grad(y, x, create_graph=True)
 
 
-def test_amaxes_that_a_gpu_left_as_tensors_are_numbers_from_the_next_step_on(monkeypatch):
+def test_amaxes_that_a_gpu_left_as_tensors_are_numbers_from_the_next_step_on():
     """Both copies of a tensor have one history; of the step that begins, nothing is read."""
-    monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(9, 0)))
     plain = model()
-    engine = native.convert(plain, PRESETS["fp8_delayed"](), Clock(0))
+    with assuming(H100):
+        engine = native.convert(plain, PRESETS["fp8_delayed"](), Clock(0))
     histories = plain.blocks[0]["a"].histories
     histories["fprop.x"].amax = {0: 7.0, 1: torch.tensor(3.5)}
     histories["dgrad.g"].amax = {0: 2.0, 1: torch.tensor(0.25)}

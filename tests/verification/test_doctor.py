@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.commands import here
 from support.experiments import end, environment, gone, statuses, until, words_of, write
+from support.machines import install
 
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored
 from ablate.numerics.kernels import builds
@@ -275,12 +276,13 @@ def test_a_check_that_raises_is_off_and_the_others_go_on(monkeypatch):
     assert (row.what, row.measured, row.ok) == ("copies", "RuntimeError: no such kernel", False)
 
 
-def test_a_peer_that_is_not_installed_or_has_moved_is_said_and_not_failed(monkeypatch):
-    monkeypatch.setattr(checks, "installed", lambda peer: None)
-    (row,) = checks.against("torchao")
+def test_a_peer_that_is_not_installed_or_has_moved_is_said_and_not_failed(monkeypatch, tmp_path):
+    with monkeypatch.context() as alone:
+        install(alone, tmp_path, {}, alone=True)
+        (row,) = checks.against("torchao")
     assert (row.measured, row.ok) == ("not installed", None)
-    monkeypatch.setattr(checks, "installed", lambda peer: "9.9")
-    monkeypatch.setitem(peers.PEERS, "torchao", lambda: iter([]).no_such_name)
+    install(monkeypatch, tmp_path / "moved", dict.fromkeys(("torchao", *checks.ORACLE), "9.9"))
+    monkeypatch.setitem(sys.modules, "torchao.prototype.mx_formats", None)
     (row,) = checks.against("torchao")
     assert (row.measured, row.ok) == ("nothing", None)
     assert "its interface has moved" in row.expected

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.cases import dealt
 from support.commands import here
+from support.machines import assuming
 
 from ablate import provenance
 from ablate.engines import hardware
@@ -237,14 +239,20 @@ def test_each_gpu_is_asked_for_what_it_computes_and_the_rest_is_left_out_with_th
         (Machine("2.20.2", native=True, capability=(8, 0)), "this GPU, SM 8.0, does not train FP8"),
     ],
 )
-def test_where_nothing_can_be_compared_a_sentence_says_why(machine, why, monkeypatch):
-    monkeypatch.setattr(parity, "this_machine", lambda: machine)
-    assert parity.obstacle().startswith(why)
-    assert "\n" not in parity.obstacle()
+def test_where_nothing_can_be_compared_a_sentence_says_why(machine, why):
+    with assuming(machine):
+        assert parity.obstacle().startswith(why)
+        assert "\n" not in parity.obstacle()
 
 
+@pytest.fixture
+def on_b200() -> Iterator[None]:
+    with assuming(B200):
+        yield
+
+
+@pytest.mark.usefixtures("on_b200")
 def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypatch):
-    monkeypatch.setattr(parity, "this_machine", lambda: B200)
     monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
     assert parity.obstacle() == "NVTE_USE_FAST_MATH is set and changes Transformer Engine's numbers; unset it"
     monkeypatch.delenv("NVTE_USE_FAST_MATH")

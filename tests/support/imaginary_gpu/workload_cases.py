@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import ablate
-from ablate.engines import scaled_mm
-from ablate.engines.hardware import Machine
+from ablate.engines.hardware import ASSUMED, Machine
 from ablate.engines.nonfinite import NonfiniteCount
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.cells import grid, within
@@ -56,7 +55,7 @@ def moved(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
 
 
 TO, nn.Module.to = nn.Module.to, moved
-scaled_mm.this_machine = lambda: Machine(capability=(10, 0), torch=torch.__version__)
+ASSUMED.set(Machine(capability=(10, 0), torch=torch.__version__))
 
 
 def on_the_device(case: Callable[[Path], None]) -> Callable[[Path], None]:
