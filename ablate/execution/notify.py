@@ -18,16 +18,18 @@ from http.client import HTTPException
 from ablate.errors import InputError, as_input_error, passwords, redact
 from ablate.files import Json
 
-POST_SECONDS = 10.0
-COMMAND_SECONDS = 60.0
+_POST_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
 
 
 class Hook:
     """Command or http(s) URL that receives messages. InputError if the address can be neither."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, seconds: float | None = None) -> None:
+        """`seconds`: time for a message, by default 10 s for a URL and 60 s for a command."""
         self._address = address
         self._url = address.startswith(("http://", "https://"))
+        self._seconds = seconds or (_POST_SECONDS if self._url else _COMMAND_SECONDS)
         self._threads: list[threading.Thread] = []
         self._troubles: list[str] = []
         if not self._url:
@@ -55,7 +57,7 @@ class Hook:
 
     def close(self) -> list[str]:
         """Wait until all messages were sent or failed; return the failures, a line each."""
-        deadline = time.monotonic() + (2 * POST_SECONDS if self._url else COMMAND_SECONDS + 1)
+        deadline = time.monotonic() + (2 * self._seconds if self._url else self._seconds + 1)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return self.troubles()
@@ -72,7 +74,7 @@ class Hook:
     def _post(self, message: bytes) -> str | None:
         request = urllib.request.Request(self._address, message, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=POST_SECONDS):
+            with urllib.request.urlopen(request, timeout=self._seconds):
                 return None
         except urllib.error.HTTPError as error:
             with error:
@@ -80,7 +82,7 @@ class Hook:
 
     def _call(self, message: bytes) -> str | None:
         done = subprocess.run(
-            self._words, input=message, capture_output=True, timeout=COMMAND_SECONDS, check=False
+            self._words, input=message, capture_output=True, timeout=self._seconds, check=False
         )
         if not done.returncode:
             return None

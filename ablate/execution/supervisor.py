@@ -76,7 +76,7 @@ entry for each page, so the fork of a process with torch takes half as long; a u
 HEARTBEAT_SECONDS = 5.0
 """Time between heartbeats while a trial is silent."""
 _BATCH_SECONDS = 0.2
-GRACE_SECONDS = 8.0
+_GRACE_SECONDS = 8.0
 """Time for the child to end after its standard input is closed. A process guard gives its command 5 s of
 them."""
 _FIRST_FACTOR = 10
@@ -132,9 +132,10 @@ class SilenceTimer:
 class Supervisor:
     """Runner of one trial at a time in a child process of its own."""
 
-    def __init__(self, command: Sequence[str] | None = None) -> None:
-        """`command`: starts the child; None: that of the trial's class of device (`COMMANDS`)."""
-        self._command = command
+    def __init__(self, command: Sequence[str] | None = None, grace: float = _GRACE_SECONDS) -> None:
+        """`command`: starts the child; None: that of the trial's class of device (`COMMANDS`). `grace`: time
+        for the child to end after its standard input is closed."""
+        self._command, self._grace = command, grace
         self._device = ""
         """Class of device of the child's trials."""
         self.child: subprocess.Popen[bytes] | None = None
@@ -218,7 +219,7 @@ class Supervisor:
         child.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             # a process guard ends its command first, and must not be killed before
-            child.wait(GRACE_SECONDS)
+            child.wait(self._grace)
         child.kill()
         child.wait()
         child.stdout.close()

@@ -16,7 +16,6 @@ from support.experiments import TOO_LARGE, environment, events_of, gone, shut, u
 from support.gates import customised
 from support.trial_requests import SUPERVISE, request, steps
 
-from ablate.execution import supervisor as supervisors
 from ablate.execution.messages import Ended, Events, Exited, TrialRequest, parse_line
 from ablate.execution.supervisor import Supervisor, run_inline
 from ablate.experiment.trial_spec import TrialSpec
@@ -132,30 +131,22 @@ def test_a_trial_told_to_stop_ends_at_once(supervisor, tmp_path):
     assert list(messages)[-1].reason == "killed by signal 9 (SIGKILL)"
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Children that do not end with their pipe are not waited for."""
-    monkeypatch.setattr(supervisors, "GRACE_SECONDS", 0.2)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path, spare):
     dying = [
         sys.executable,
         "-c",
         "import os, time; os.read(0, 1); os.close(1); time.sleep(60)",
     ]  # as the kernel does: pipes first
-    supervisor = Supervisor()
+    supervisor = Supervisor(grace=0.2)  # the child does not end with its pipe
     supervisor.child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     ends = [list(supervisor.run(request(tmp_path)))[-1] for _ in range(2)]
     spare.append(supervisor)
     assert [end.status for end in ends] == ["failed", "done"]
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path, spare):
     deaf = [sys.executable, "-c", "import os, time; os.close(0); print('ready', flush=True); time.sleep(60)"]
-    supervisor = Supervisor()
+    supervisor = Supervisor(grace=0.2)  # the child does not end with its pipe
     supervisor.child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     supervisor.child.stdout.readline()
     assert list(supervisor.run(request(tmp_path)))[-1].status == "done"

@@ -18,10 +18,8 @@ from support.trial_requests import request
 from ablate.execution.controller import Controller
 from ablate.execution.messages import Ended
 from ablate.execution.progress import Progress
-from ablate.execution.supervisor import Supervisor, run_inline
 from ablate.execution.sweep_control import give
 from ablate.execution.workers import Pool
-from ablate.execution.workers import pool as pools
 from ablate.execution.workers.actor import Actor
 from ablate.execution.workers.placement import Need, placements
 from ablate.execution.workers.pool import by_use, unseated
@@ -78,14 +76,14 @@ def actor(pool: Pool) -> psutil.Process:
     return until(alone)
 
 
-def test_a_worker_that_hangs_is_ended_and_the_next_trial_runs(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "SILENCE_SECONDS", 8.0)
+def test_a_worker_that_hangs_is_ended_and_the_next_trial_runs(pool, tmp_path):
+    patience, pool.silence = pool.silence, 8.0
     asked = request(tmp_path, **LONG)
     pool.submit(asked)
     until(lambda: events(pool, asked.id), 60)
     os.kill(actor(pool).pid, signal.SIGSTOP)
     assert end(pool, asked.id).reason.startswith("its worker died")
-    monkeypatch.undo()
+    pool.silence = patience
     other = request(tmp_path, seed=1)
     pool.submit(other)
     assert end(pool, other.id).status == "done"
@@ -105,9 +103,8 @@ def test_a_trial_told_to_stop_ends_and_its_worker_goes_on(pool, tmp_path):
     assert psutil.pid_exists(before)
 
 
-def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path, monkeypatch):
-    """Ray lets an actor's calls overtake each other. Which process computes the trial does not matter to who listens."""
-    monkeypatch.setattr(Supervisor, "run", lambda self, request: run_inline(request))
+def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path):
+    """Ray lets an actor's calls overtake each other."""
     actor, heard = Actor(), queue.SimpleQueue()
     listener = threading.Thread(target=lambda: heard.put(actor.messages()[0]))
     listener.start()

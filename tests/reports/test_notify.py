@@ -12,7 +12,6 @@ from support.gates import Gate
 from support.processes import ssh_server
 
 from ablate.errors import InputError
-from ablate.execution import notify
 from ablate.execution.notify import Hook
 from ablate.reports.evidence import summary_markdown
 from ablate.store.checked_ledger import open_ledger
@@ -99,10 +98,9 @@ def test_a_server_that_refuses_is_one_line_without_the_key_in_its_path(server):
     assert hook.close() == ["notify: the server answered 403 Forbidden"]
 
 
-def test_a_server_that_never_answers_is_given_up(server, monkeypatch):
-    monkeypatch.setattr(notify, "POST_SECONDS", 0.3)
+def test_a_server_that_never_answers_is_given_up(server):
     server.gate.clear()
-    hook = Hook(server.url)
+    hook = Hook(server.url, seconds=0.3)
     hook.tell({})
     (line,) = hook.close()
     server.gate.set()
@@ -124,9 +122,8 @@ def test_a_command_that_fails_is_one_line_with_its_last(tmp_path):
     assert hook.close() == [f"notify: {sys.executable} ended with status 1: no such channel"]
 
 
-def test_a_command_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.3)
-    hook = Hook("sleep 60")
+def test_a_command_that_hangs_is_ended():
+    hook = Hook("sleep 60", seconds=0.3)
     hook.tell({})
     (line,) = hook.close()
     assert "timed out" in line

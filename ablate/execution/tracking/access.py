@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 _REFUSED = (401, 403)
-LOOK_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
 _FOLDER = "report"
 _FIRST = "index.html"
 
@@ -136,7 +136,7 @@ def _answer(uri: str) -> int | None:
         if user and password:
             token = base64.b64encode(f"{user}:{password}".encode()).decode()
             request.add_unredirected_header("Authorization", f"Basic {token}")
-        with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=_LOOK_SECONDS) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:
@@ -167,16 +167,16 @@ def errors_explained(uri: str) -> Iterator[None]:
         raise InputError(redact(f"{redact(uri)}: MLflow cannot be used there: {why}", uri)) from error
 
 
-def look(uri: str) -> None:
+def look(uri: str, seconds: float = _LOOK_SECONDS) -> None:
     """Raise InputError if a SQLite store cannot be opened. MLflow would create a missing one, and retry a
-    locked one for minutes."""
+    locked one for minutes; here it is waited for so many seconds."""
     path = path_of(uri)
     if path is None:
         return
     if not path.exists():
         raise InputError(f"{path}: no such file")
     unreadable = as_input_error(sqlite3.DatabaseError, before=f"{path}: cannot be read: ")
-    with closing(open_readonly(path, LOOK_SECONDS)) as db, unreadable:
+    with closing(open_readonly(path, seconds)) as db, unreadable:
         foreign = "alembic_version" not in tables(db)
     if foreign:
         raise InputError(f"{path}: is no database of MLflow's")

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 Answer = tuple[str, Message]
 """Id of a trial and one of its messages; the id of a Notice is empty."""
-SILENCE_SECONDS = 60.0
-"""An actor without any message for so long, not even a heartbeat, is killed."""
 _POLL_SECONDS = 0.05
 _FILE_THREADS = 4
 _LOST_NODE_SECONDS = 60.0
@@ -114,6 +112,8 @@ class Pool:
         `workers`: most trials at once; None for as many as there is room for. `gpus` and `ranks` of one trial
         as for `Need.of`. `say` is called with one line before another attempt to connect.
         """
+        self.silence = 60.0
+        """Seconds after which an actor without any message, not even a heartbeat, is killed."""
         ray = self._ray = connect(address, workers, say)
         self._address, self._need = address, Need.of(gpus, ranks)
         self._most, self.wanted = workers or sys.maxsize, sys.maxsize
@@ -285,7 +285,7 @@ class Pool:
                 now = time.monotonic()
                 for trial in self._running.values():
                     for number, last in trial.last_message.items():
-                        if now - last > SILENCE_SECONDS:  # Ray does not report an actor that hangs
+                        if now - last > self.silence:  # Ray does not report an actor that hangs
                             self._ray.kill(trial.actors.actors[number])
         except ConnectionError as error:  # of a Ray client
             raise self._connection_lost(error) from None

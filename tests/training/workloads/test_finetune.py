@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from types import SimpleNamespace
+from itertools import count
 
 import pytest
 import torch
@@ -201,16 +201,15 @@ def test_a_base_is_trained_once_and_is_better_than_none(tmp_path, monkeypatch):
 def test_a_trial_says_that_its_base_is_still_trained_and_records_the_same_afterwards(tmp_path, monkeypatch):
     """Without a word for 10 times the patience it would be taken for hung: see supervisor.SilenceTimer, which hears these."""
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ablate.training.trial_run.BEAT_SECONDS", 0.0)
+    ticks = count(step=6.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))  # a beat is due at every look
     workload = tune(tmp_path, base=Base(steps=6, lr=1e-2, data=shards(tmp_path)))
     first = run(workload)
     assert first[:6] == [(0, {})] * 6  # one a step
     assert first[6:] == run(workload)
     assert first[6][0] == 1
     now = 0.0
-    monkeypatch.setattr(
-        "ablate.execution.supervisor.time", SimpleNamespace(time=time.time, monotonic=lambda: now)
-    )
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     heard = SilenceTimer(patience=1.0)
     for _ in range(4):
         now += 9.0
