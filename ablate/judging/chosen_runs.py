@@ -113,6 +113,11 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
 def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -> tuple[Chosen, list[str]]:
     """Return the finished runs with this metric, and sentences on those that are left out."""
     left_out = defaultdict[str, list[str]](list)
+    for run in runs:
+        if any(
+            "\ud800" <= character <= "\udfff" for character in run.arm
+        ):  # half a pair, or a byte of a path
+            raise InputError(f"{run.name}: its arm, {brief(run.arm)}, is not Unicode text; rename it")
     names = sorted({name for run in runs for name in run.records})
     known = nearest(metric.name, names) if names else "the runs have no metrics"
     if not any(metric.name in run.records for run in runs):

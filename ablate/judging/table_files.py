@@ -190,11 +190,11 @@ def _of_rows(path: Path, rows: Mapping[int, Mapping[str, Json]]) -> Table:
 def _row(entry: Json) -> dict[str, Json]:
     if not isinstance(entry, dict):
         raise ValueError('a row is not an object, such as {"step": 100, "val_loss": 3.21}')
-    return {
-        name.strip(): json.dumps(value) if isinstance(value, list) else value
-        for name, value in flat(entry).items()
+    return _object(
+        (name.strip(), json.dumps(value) if isinstance(value, list) else value)
+        for name, value in flat(entry)
         if not isinstance(value, list) or len(value) <= 8  # such as Adam's betas; a longer one is a curve
-    }
+    )
 
 
 def _parsed(text: str) -> Json:
@@ -205,12 +205,12 @@ def _parsed(text: str) -> Json:
         raise ValueError("it is nested too deeply") from None
 
 
-def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {brief(twice)[:60]!r} is there twice")
+def _object(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
+    entry: dict[str, Json] = {}
+    for key, value in pairs:
+        if key in entry:
+            raise ValueError(f"the key {brief(key)[:60]!r} is there twice")
+        entry[key] = value
     return entry
 
 

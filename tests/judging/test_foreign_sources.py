@@ -204,6 +204,8 @@ def test_a_table_of_runs_of_wandb_has_their_final_values_and_states(tmp_path):
         ('{"arm": "a", "seed": 0', "line 2 is not a JSON object"),
         ("[1]", "line 2 is not a JSON object"),
         ('{"arm": "a", "arm": "b"}', "'arm' is there twice"),
+        ('{"arm": "a", "val/loss": 1, "val": {"loss": 2}}', "'val/loss' is there twice"),
+        ('{"arm": "a", "loss": 1, "loss ": 2}', "'loss' is there twice"),
         ('{"arm": "a", "seed": true, "step": 1, "loss": 1}', "not a whole number"),
         ('{"arm": "a", "seed": 0, "step": 1, "loss": "x"}', "not a number"),
         ('{"arm": "a", "seed": 0, "step": 1, "loss": 3}', "4.0 in line 1 and 3.0 in line 2"),

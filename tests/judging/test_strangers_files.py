@@ -50,6 +50,20 @@ def last(found, metric):
     return {(run.arm, run.seed): [*run.records[metric].values()][-1] for run in found.runs if run.arm}
 
 
+def test_an_arm_that_is_no_unicode_text_is_refused_with_its_run(file, tmp_path):
+    """A folder named in Latin-1, half of a surrogate pair in JSON, and a key of a dict."""
+    for arm in ("a", os.fsdecode(b"caf\xe9")):
+        for seed in SEEDS:
+            file(f"step,val_loss\n1,3.{seed}\n", f"{arm}/{seed}.csv")
+    lines = [json.dumps({"arm": arm, "seed": seed, "loss": 1.5}) for arm in ("a", "\ud800") for seed in SEEDS]
+    for place in (str(tmp_path / "{arm}" / "{seed}.csv"), file("\n".join(lines), "runs.jsonl")):
+        done = here("judge", place, "--against", "a", "--as", "x", "--state", tmp_path / "state")
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+        assert "is not Unicode text; rename it" in done.stderr
+    with pytest.raises(InputError, match="is not Unicode text"):
+        judge({"a": [1.0, 2.0, 3.0], "\ud800": [2.0, 3.0, 5.0]}, "a")
+
+
 # --- one JSON object a run -------------------------------------------------------------------------
 
 
