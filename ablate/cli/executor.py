@@ -31,8 +31,12 @@ class StartingExecutor:
     The thread that starts it lives until `close`: Linux kills Ray's processes once that thread has ended.
     """
 
-    def __init__(self, settings: Settings, resources: Resources, checkup: Checkup) -> None:
+    def __init__(
+        self, settings: Settings, resources: Resources, checkup: Checkup, connect: Callable[..., Pool] = Pool
+    ) -> None:
+        """`connect` makes the pool, if trials are to run on Ray."""
         self._settings, self._resources, self._checkup = settings, resources, checkup
+        self._connect = connect
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._pool: Future[Pool] | None = None
         self._begun = False
@@ -46,7 +50,7 @@ class StartingExecutor:
         if (settings := self._settings).executor != "inline":
             gpus, layout = self._resources.gpus_of(settings.device), self._resources.layout(settings.device)
             given = settings.ray, settings.workers, gpus, layout.ranks
-            self._pool = self._thread.submit(lambda: Pool(*given, console().print))
+            self._pool = self._thread.submit(lambda: self._connect(*given, console().print))
 
     def __call__(self) -> Executor:
         """Return the executor once the check has passed. Unfit if it has not: the executor is closed;

@@ -5,6 +5,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from typing import ClassVar
 
 from ablate.engines.gpu_access import hidden
 from ablate.provenance import own_command
@@ -29,13 +30,16 @@ class Checkup:
     faults nor its memory matter to such a sweep.
     """
 
+    remembered: ClassVar[Sequence[str]] = COMMAND
+    """Command whose success is recorded."""
+
     def __init__(
         self, command: Sequence[str] = COMMAND, timeout: float = _TIMEOUT_SECONDS, device: str = "cpu"
     ) -> None:
         self._command, self._timeout = command, timeout
         self._environment = hidden(os.environ) if device == "cpu" else dict(os.environ)
         self._process: subprocess.Popen[str] | None = None
-        self._subject = passed_checks.subject(self._environment) if command == COMMAND else None
+        self._subject = passed_checks.subject(self._environment) if command == self.remembered else None
         self._known = self._subject is not None and passed_checks.known(self._subject)
 
     def start(self) -> None:

@@ -27,10 +27,13 @@ _PREFIXES = (
 """Beginnings of environment variables that may change what is computed, or which code."""
 
 
-def subject(environment: Mapping[str, str] = os.environ) -> dict[str, object]:
-    """Return all that the result of checks in a process with these environment variables depends on."""
+def subject(
+    environment: Mapping[str, str] = os.environ, package: Path = Path(ablate.__file__).parent
+) -> dict[str, object]:
+    """Return all that the result of checks in a process with these environment variables depends on.
+    `package`: folder of the code that is checked."""
     return {
-        "files": _digest(),
+        "files": _digest(package),
         "libraries": {name: _installed(name) for name in _LIBRARIES},
         "python": sys.version,
         "path": list(sys.path),  # a copy: Ray puts a folder of its own before the others
@@ -64,8 +67,8 @@ def _record(checked: Mapping[str, object]) -> Path:
     return root() / "checks" / f"{key_of(checked)}.json"
 
 
-def _digest() -> str:
-    folder, digest = Path(ablate.__file__).parent, hashlib.sha256()
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

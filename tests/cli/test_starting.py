@@ -9,11 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ablate.cli import executor
 from ablate.cli.executor import StartingExecutor
 from ablate.execution.workers import ClusterError
 from ablate.experiment.schema import Resources
-from ablate.verification import checkup as checkups
 from ablate.verification import passed_checks
 from ablate.verification.checkup import Checkup, Unfit
 
@@ -34,9 +32,8 @@ class Started:
 
 
 @pytest.fixture
-def pools(monkeypatch) -> list[Started]:
+def pools() -> list[Started]:
     Started.made = []
-    monkeypatch.setattr(executor, "Pool", Started)
     return Started.made
 
 
@@ -45,8 +42,8 @@ def starting() -> Iterator[Callable[..., StartingExecutor]]:
     """A maker of executors with the checks given."""
     settings = SimpleNamespace(executor="ray", ray=None, workers=2, device="cpu")
     with ExitStack() as stack:
-        yield lambda checks=PASSING: StartingExecutor(
-            settings, Resources(), stack.enter_context(closing(Checkup(checks)))
+        yield lambda checks=PASSING, connect=Started: StartingExecutor(
+            settings, Resources(), stack.enter_context(closing(Checkup(checks))), connect
         )
 
 
@@ -81,15 +78,14 @@ def test_a_failed_check_closes_the_pool_once(starting, pools):
     assert [pool.closed for pool in pools] == [1]
 
 
-def test_a_cluster_that_cannot_be_reached_is_told_to_who_asks_and_only_then(starting, monkeypatch):
+def test_a_cluster_that_cannot_be_reached_is_told_to_who_asks_and_only_then(starting):
     def unreachable(*arguments):
         raise ClusterError("Ray cannot be reached")
 
-    monkeypatch.setattr(executor, "Pool", unreachable)
-    both = starting()
+    both = starting(connect=unreachable)
     with pytest.raises(ClusterError):
         both()
-    unasked = starting()
+    unasked = starting(connect=unreachable)
     unasked.begin()
     unasked.close()
 
@@ -98,7 +94,7 @@ def test_a_cluster_that_cannot_be_reached_is_told_to_who_asks_and_only_then(star
 
 
 @pytest.fixture
-def ran(tmp_path, monkeypatch) -> Callable[..., int]:
+def ran(tmp_path) -> Callable[..., int]:
     """A call that starts the checks of a sweep, and returns how often they have run by now."""
     count = tmp_path / "count"
     count.touch()
@@ -106,9 +102,11 @@ def ran(tmp_path, monkeypatch) -> Callable[..., int]:
 
     def checked(status: int = 0, as_sweeps_do: bool = True) -> int:
         command = (sys.executable, "-c", code.format(status=status))
-        if as_sweeps_do:
-            monkeypatch.setattr(checkups, "COMMAND", command)
-        with closing(Checkup(command)) as checkup:
+
+        class Quick(Checkup):
+            remembered = command if as_sweeps_do else Checkup.remembered
+
+        with closing(Quick(command)) as checkup:
             checkup.start()
             with suppress(Unfit):
                 checkup.passed()
@@ -169,18 +167,17 @@ def test_a_record_from_the_future_does_not_count(cache, monkeypatch):
     assert not passed_checks.known(subject)
 
 
-def test_the_subject_of_the_checks_has_this_processor_torch_and_every_file(tmp_path, monkeypatch):
+def test_the_subject_of_the_checks_has_this_processor_torch_and_every_file(tmp_path):
     subject = passed_checks.subject()
     assert subject["libraries"]["torch"][0] == version("torch")
     assert any(line.startswith(("flags", "Features")) for line in subject["processor"])
     (tmp_path / "numerics").mkdir()
     (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(passed_checks.ablate, "__file__", str(tmp_path / "__init__.py"))
-    seen = {passed_checks.subject()["files"]}
+    seen = {subject["files"], passed_checks.subject(package=tmp_path)["files"]}
     for name, text in (("numerics/a.py", "1"), ("numerics/a.py", "2"), ("numerics/b.so", "1"), ("b.py", "")):
         (tmp_path / name).write_text(text)
-        seen.add(passed_checks.subject()["files"])
-    assert len(seen) == 5
+        seen.add(passed_checks.subject(package=tmp_path)["files"])
+    assert len(seen) == 6
 
 
 def test_settings_of_a_command_repeat_no_check_and_the_mode_of_products_does(monkeypatch):

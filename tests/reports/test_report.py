@@ -18,7 +18,6 @@ from support.experiments import sweep, tiny, write
 from ablate.cli.report import make
 from ablate.errors import InputError
 from ablate.files import Holder, lock
-from ablate.reports import report_files
 from ablate.reports.answer import Answer
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import NOTEBOOKS, analysis, is_current
@@ -149,15 +148,12 @@ def test_what_the_runs_left_is_in_the_page_arm_by_arm(made):
     assert len(list((made.folder / "figures").glob("drawn-?-*.png"))) == 3
 
 
-def test_what_a_library_warns_of_is_not_in_the_page_that_is_sent(state, monkeypatch, tmp_path):
+def test_what_a_library_warns_of_is_not_in_the_page_that_is_sent(state, tmp_path):
     """tqdm.auto, which Optuna imports, warns where ipywidgets are missing; a warning names a file of this machine."""
     code = "import sys, warnings\nimport tqdm.auto\nwarnings.warn('look here')\nprint('said')"
-    for name in NOTEBOOKS:
-        nbformat.write(
-            nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path / f"{name}.ipynb"
-        )
-    monkeypatch.setattr(report_files, "analysis", lambda: tmp_path)
-    made = make(state, "alone", ["ablation"], pdf=False)
+    noisy = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbformat.write(noisy, tmp_path / "noisy.ipynb")
+    made = make(state, "alone", [str(tmp_path / "noisy")], pdf=False)
     for text in (text_of(made.index), text_of(made.folder / "index.md")):
         assert "said" in text
         assert "look here</pre>" not in text
@@ -245,18 +241,14 @@ def test_failed_runs_are_listed_once_for_each_reason(copied):
     assert all((made.folder / link).exists() for link in links)
 
 
-def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(
-    state, made, monkeypatch, tmp_path
-):
+def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(state, made, tmp_path):
     before = text_of(made.index)
     broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
-    for name in NOTEBOOKS:
-        nbformat.write(broken, tmp_path / f"{name}.ipynb")
-    monkeypatch.setattr(report_files, "analysis", lambda: tmp_path)
+    nbformat.write(broken, tmp_path / "broken.ipynb")
     with pytest.raises(
-        NotebookError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"
+        NotebookError, match="notebook broken stopped in cell 1: ZeroDivisionError: division by zero"
     ):
-        make(state, "grid")
+        make(state, "grid", [str(tmp_path / "broken")])
     assert text_of(made.index) == before
     assert not list(made.folder.parent.glob(".grid-*"))
 

@@ -1,5 +1,6 @@
 """Addresses of databases, and journal modes: paths with every character that an address treats as its own, made-up tables of mounts."""
 
+import fcntl
 import os
 import signal
 import sqlite3
@@ -198,9 +199,7 @@ def test_a_state_folder_whose_files_cannot_be_locked_is_refused(tmp_path, monkey
     def refuses(file, operation):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(
-        settings.fcntl, "flock", refuses
-    )  # as Lustre does where it is mounted without -o flock
+    monkeypatch.setattr(fcntl, "flock", refuses)  # as Lustre does where it is mounted without -o flock
     with pytest.raises(InputError, match="cannot be locked"):
         settings.writable(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,12 +1,12 @@
 """Tests of the facts about data: counts, the path as it was given, plain values, and no password."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from support.corpus import write_shards
 
-from ablate.training.data import corpus as module
-from ablate.training.data.corpus import Corpus, facts
+from ablate.training.data.corpus import facts
 from ablate.training.data.sources import HubText, TextFiles
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -32,8 +32,9 @@ def test_a_file_is_named_as_the_experiment_names_it(tmp_path, monkeypatch):
 
 
 def test_a_dataset_says_its_commit(monkeypatch):
-    monkeypatch.setattr(module.hub, "version", lambda *words: "c0ffee")
-    monkeypatch.setattr(module, "open_corpus", lambda source: Corpus(range(5), range(2), 9, "0", None))
+    api, library = pytest.importorskip("huggingface_hub").HfApi, pytest.importorskip("datasets")
+    monkeypatch.setattr(api, "dataset_info", lambda self, name, **_: SimpleNamespace(sha="c0ffee"))
+    monkeypatch.setattr(library, "load_dataset", lambda *_, **__: iter(40 * [{"text": "a line\n" * 10}]))
     told = facts(HubText(dataset="some/stories", config="small"))
     assert (told["name"], told["type"]) == ("some/stories", "hugging_face")
     assert told["source"] == {
@@ -44,8 +45,10 @@ def test_a_dataset_says_its_commit(monkeypatch):
     }
 
 
-def test_a_password_in_a_place_is_not_told(monkeypatch):
-    monkeypatch.setattr(module, "open_corpus", lambda source: Corpus(range(5), range(2), 9, "0", None))
+def test_a_password_in_a_place_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # in which the address is the path of a file
+    (tmp_path / "smb:" / "me:secret@disk").mkdir(parents=True)
+    (tmp_path / "smb:" / "me:secret@disk" / "books").write_text("a line\n" * 400)
     told = json.dumps(facts(TextFiles(text="smb://me:secret@disk/books")))
     assert "secret" not in told
     assert "me:***@disk/books" in told
