@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 from collections import OrderedDict
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -189,12 +189,13 @@ def test_a_trial_keeps_the_mode_of_its_products_on_another_cpu(then, tmp_path, m
     with product.multiplying(then):
         plain = [own(event) for event in run(spec, Store(tmp_path / "plain"), 1, how)]
         begun(spec, store, 12, how=how)
-    monkeypatch.setattr(product, "NATIVE_MODE", other)
     if then == "bf16":  # asked of a CPU without its instructions
-        with pytest.raises(InputError, match=r"goes on from step 1[12] of a run that multiplied in bf16"):
+        refused = pytest.raises(InputError, match=r"goes on from step 1[12] of a run that multiplied in bf16")
+        with product.multiplying(other), refused:
             list(run(spec, store, store.begin(spec.id), how))
         monkeypatch.setenv(product.MODE_VARIABLE, "bf16")
-    told = list(run(spec, store, store.begin(spec.id), how))
+    with nullcontext() if then == "bf16" else product.multiplying(other):
+        told = list(run(spec, store, store.begin(spec.id), how))
     assert any("resumed" in event for event in told)
     assert [own(event) for event in told] == plain
     assert {event["metrics"][PRODUCT_BITS] for event in told if PRODUCT_BITS in event["metrics"]} == {
@@ -217,14 +218,14 @@ def test_a_mode_that_the_environment_asks_for_is_not_overruled_by_a_checkpoint(t
         list(run(spec, store, store.begin(spec.id), OFTEN))
 
 
-def test_a_fork_goes_on_in_the_mode_of_its_trunk(tmp_path, monkeypatch):
+def test_a_fork_goes_on_in_the_mode_of_its_trunk(tmp_path):
     specs, store = cooldowns(tmp_path, 0, 0.5), Store(tmp_path / "runs")
     family = Family(specs)
     with product.multiplying("fp32"):
         list(run(specs[0], store, 1, OFTEN, family.points(specs[0])))
         scratch = [own(event) for event in run(specs[1], Store(tmp_path / "scratch"), 1, OFTEN)]
-    monkeypatch.setattr(product, "NATIVE_MODE", "bf16")
-    forked = list(run(specs[1], store, 1, OFTEN, family.points(specs[1])))
+    with product.multiplying("bf16"):
+        forked = list(run(specs[1], store, 1, OFTEN, family.points(specs[1])))
     assert [own(event) for event in forked] == scratch
     fresh = [event["metrics"] for event in forked if not event.get("again")]
     assert {metrics[PRODUCT_BITS] for metrics in fresh if PRODUCT_BITS in metrics} == {32}

@@ -1,5 +1,7 @@
 """A product of two operands: exact values in, tensor scales outside in fp32, one rounding at the end."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -201,8 +203,14 @@ def test_a_non_finite_operand_is_not_hidden_by_the_product():
 # --- CPUs without bf16 instructions ---------------------------------------------------------------
 
 
-def test_a_cpu_without_bf16_instructions_multiplies_in_fp32_and_rounds_once(monkeypatch):
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: False)
+@pytest.fixture
+def in_fp32() -> Iterator[None]:
+    with products.multiplying("fp32"):
+        yield
+
+
+@pytest.mark.usefixtures("in_fp32")
+def test_a_cpu_without_bf16_instructions_multiplies_in_fp32_and_rounds_once():
     g = torch.Generator().manual_seed(1)
     x, w = torch.randn(48, 64, generator=g).bfloat16(), torch.randn(32, 64, generator=g).bfloat16()
     a, b = quantize(x, Quant()), quantize(w, Quant(block="16x16"))
@@ -218,15 +226,13 @@ def test_a_cpu_without_bf16_instructions_multiplies_in_fp32_and_rounds_once(monk
 
 
 def test_a_product_with_an_operand_of_zeros_costs_no_product(monkeypatch):
-    """torch leaves oneDNN where alpha is 0, for a loop that is 70 times slower."""
+    """torch leaves oneDNN where alpha is 0, for a loop that is 70 times slower. CPUs multiply by addmm in bf16."""
     a, b = operands(0)
     zero = quantize(torch.zeros(48, 96, dtype=torch.bfloat16), Quant())
     assert alpha(zero, b) == 0
     expected = product(zero, b, torch.float32)
-    monkeypatch.setattr(
-        "ablate.numerics.product.multiplies_bf16", lambda: True
-    )  # as on a CPU where addmm is the way
     monkeypatch.setattr(torch, "addmm", lambda *_, **__: pytest.fail("a product of zeros"))
-    assert torch.equal(product(zero, b, torch.bfloat16).float(), expected)
-    with pytest.raises(pytest.fail.Exception):
-        product(a, b, torch.bfloat16)
+    with products.multiplying("bf16"):
+        assert torch.equal(product(zero, b, torch.bfloat16).float(), expected)
+        with pytest.raises(pytest.fail.Exception):
+            product(a, b, torch.bfloat16)

@@ -16,6 +16,7 @@ from support.commands import here
 from support.experiments import ablate
 
 from ablate.engines.hardware import Machine, installed
+from ablate.numerics import product
 from ablate.recipes import PRESETS
 from ablate.verification import linear_layers
 from ablate.verification.gpu_peaks import GPUS, known, share
@@ -214,10 +215,14 @@ def test_the_yardstick_is_as_large_as_this_machine_multiplies_in_a_short_time():
 
 def test_the_yardsticks_product_is_the_one_that_layers_compute(monkeypatch):
     """Not `a @ b`, which takes a hundred times as long on a CPU without bf16 instructions."""
-    seen = []
-    monkeypatch.setattr("ablate.numerics.product.linear", lambda x, w: seen.append(x.shape))
-    linear_layers.matmul(64, "cpu")()
-    assert seen == [(64, 64)]
+    seen, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w, bias=None: seen.append((x.dtype, x.shape)) or linear(x, w)
+    )
+    for how in ("bf16", "fp32"):
+        with product.multiplying(how):
+            linear_layers.matmul(64, "cpu")()
+    assert seen == [(torch.bfloat16, (64, 64)), (torch.float32, (64, 64))]
 
 
 @pytest.mark.slow

@@ -106,10 +106,11 @@ def using(library: ctypes.CDLL | None) -> Iterator[None]:
 
 
 @cache
-def installed_build() -> ctypes.CDLL | None:
-    """Return the installed build for this CPU; print a line and return None if there is none."""
+def installed_build(folder: Path = FOLDER) -> ctypes.CDLL | None:
+    """Return the build for this CPU that is installed in a folder; print a line, once, and return None if
+    there is none."""
     try:
-        return load(path(level()))
+        return load(path(level(), folder))
     except OSError as error:
         print(
             f"ablate: no compiled quantisers, so all runs on the slow reference ({error}); "
@@ -131,9 +132,9 @@ def level() -> str:
     return LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
 
 
-def path(name: str) -> Path:
+def path(name: str, folder: Path = FOLDER) -> Path:
     """Return the path of a build."""
-    return FOLDER / f"nvfp4_{name}.so"
+    return folder / f"nvfp4_{name}.so"
 
 
 def load(path: Path) -> ctypes.CDLL:
