@@ -446,9 +446,12 @@ def _said(arguments: Sequence[str]) -> dict[str, str | None]:
         if name not in (*_FLAGS, *_OPTIONS):
             _refuse_mistyped(name)
             continue
-        if name in _FLAGS and not equals and (not following or following.startswith("--")):
+        value = value if equals else following
+        if name in _FLAGS and (not value or (not equals and value.startswith("--"))):
             raise ValueError(f"{name}: its value is missing")
-        said[name] = (value if equals else following) if name in _FLAGS else None
+        if name in _SWITCHES and equals:
+            raise ValueError(f"{word}: {name} is a switch and takes no value; leave ={value} out")
+        said[name] = value if name in _FLAGS else None
     return said
 
 
