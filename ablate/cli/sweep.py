@@ -329,7 +329,11 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     with os.fdopen(begun, "rb") as pipe:
         if not pipe.read(1):  # its end without a byte: the process has ended
             status = process.wait()
-            print(log.read_text(), end="", file=sys.stderr if status == BAD_INPUT else sys.stdout)
+            print(
+                log.read_text(errors="replace"),
+                end="",
+                file=sys.stderr if status == BAD_INPUT else sys.stdout,
+            )
             return status
     screen = console()
     message = f" continues without this terminal: pid {process.pid}, state folder {settings.state}."

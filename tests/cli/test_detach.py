@@ -110,6 +110,15 @@ def test_a_detached_sweep_that_cannot_begin_says_why_at_once(tmp_path):
     assert (done.returncode, "another process (pid" in done.stderr) == (2, True)
 
 
+def test_bytes_of_no_text_in_the_output_of_one_that_cannot_begin_are_replaced(tmp_path):
+    path, state = write(tmp_path, **IDLE), tmp_path / "runs"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif '--ready' in sys.orig_argv:\n    os.write(1, b'caf\\xe9\\n')\n    os._exit(2)\n"
+    )
+    done = ablate("sweep", path, "--detach", "--state", state, *INLINE, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "caf\N{REPLACEMENT CHARACTER}")
+
+
 def test_what_is_wrong_with_the_file_is_said_before_anything_is_detached(tmp_path):
     done = ablate("sweep", write(tmp_path, seeds=0), "--state", tmp_path / "state", "--detach")
     assert done.returncode == 2
