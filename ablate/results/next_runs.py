@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
-from ablate.results.summary import summaries
+from ablate.results.summary import ArmSummary, summaries
 from ablate.store.ledger import Ledger
 
 _NORMAL = 1.96
@@ -25,10 +25,14 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
     numbers as their baseline, and comparisons in which no arm learned. They are compared by `metric`, by
     default the main one.
     """
-    metric = metric or ledger.facts.metric
+    return still_open(summaries(ledger, metric or ledger.facts.metric))
+
+
+def still_open(arms: Iterable[ArmSummary]) -> list[tuple[str, str]]:
+    """Return those of a ledger's arms that `undecided` returns."""
     return [
         (arm.name, arm.baseline)
-        for arm in summaries(ledger, metric)
+        for arm in arms
         if arm.gap and arm.baseline is not None and arm.role != "null"
         if 0 < arm.gap.pairs == arm.seeds and arm.verdict.reason != "nothing_learned"
         if not arm.verdict.decided and arm.verdict.reason not in _SETTLED

@@ -4,13 +4,14 @@ import dataclasses
 import io
 import json
 import math
+import statistics
 import subprocess
 import sys
 import time
 import typing
-from types import SimpleNamespace
 
 import pytest
+from support.experiments import idle
 
 from ablate.execution import trial_runner
 from ablate.execution.messages import (
@@ -31,6 +32,8 @@ from ablate.execution.messages import (
     send,
 )
 from ablate.execution.supervisor import SilenceTimer, Supervisor
+from ablate.files import Holder
+from ablate.store.trial_store import Store
 from ablate.training.own_code.user_errors import UserError
 
 EVENT = {
@@ -100,9 +103,15 @@ def test_a_request_arrives_as_it_was_sent(request_):
     assert TrialRequest.parse(request_.line()) == request_
 
 
-def test_what_a_trial_yields_is_a_message(monkeypatch):
-    monkeypatch.setattr(trial_runner, "run", lambda *request: iter([EVENT, Waiting("pid 7")]))
-    assert [*trial_runner.messages(REQUEST, None)] == [Events((EVENT,)), Waiting("pid 7")]
+def test_what_a_trial_yields_is_a_message(tmp_path):
+    experiment, store = idle(tmp_path), Store(tmp_path)
+    spec = experiment.spec(experiment.arms[0], 0, "cpu")
+    asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {})
+    events = [*trial_runner.run(spec, store, 1, {})]
+    assert events
+    assert [*trial_runner.messages(asked, spec)] == [Events((event,)) for event in events]
+    with store.claim(spec.id, 1):
+        assert next(trial_runner.messages(asked, spec)) == Waiting(f"{Holder.this_process()}, attempt 1")
 
 
 def test_a_line_cut_anywhere_is_torn_and_harms_no_other():
@@ -198,7 +207,7 @@ def test_a_worker_begins_without_what_takes_seconds_to_import(module):
 
 def test_the_median_of_all_paces_is_not_computed_while_a_trial_is_not_silent(monkeypatch):
     """A day of steps has half a million paces, and five looks a second."""
-    monkeypatch.setattr("ablate.execution.supervisor.statistics", None)
+    monkeypatch.setattr(statistics, "median", None)
     timer = SilenceTimer(patience=60.0)
     for step in range(1, 9):
         timer.note(Events(({"step": step, "time": time.time(), "metrics": {}},)))
@@ -208,8 +217,7 @@ def test_the_median_of_all_paces_is_not_computed_while_a_trial_is_not_silent(mon
 def test_a_trial_may_be_silent_for_20_median_steps_or_3_times_its_longest_silence(monkeypatch):
     """By steps at a known pace; below both limits its patience counts, and before the first step 10 times that."""
     now = 0.0
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: now)
-    monkeypatch.setattr("ablate.execution.supervisor.time", clock)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     timer, limits = SilenceTimer(patience=0.5), []
     for step, seconds in ((3, 9.0), (5, 0.2), (7, 0.04), (8, 0.06), (9, 2.0)):
         now += seconds

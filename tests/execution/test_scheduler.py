@@ -18,7 +18,7 @@ from support.studies import trials
 from ablate.errors import InputError
 from ablate.execution import sweep_control
 from ablate.execution.controller import Controller
-from ablate.execution.messages import Message, TrialRequest
+from ablate.execution.messages import Ended, Message, TrialRequest
 from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.supervisor import run_inline
 from ablate.execution.trial_runner import Superseded, run
@@ -178,19 +178,21 @@ def test_a_trial_that_went_on_from_the_state_of_one_that_is_put_aside_runs_again
 def test_a_result_that_was_not_made_of_what_was_recorded_is_not_taken_and_the_trial_runs_again(
     tmp_path, monkeypatch
 ):
-    experiment, commit, spoiled = idle(tmp_path, seeds=1, retry=1), Store.commit, []
+    experiment, spoiled = idle(tmp_path, seeds=1, retry=1), []
 
-    def spoil(store: Store, trial: str, result: dict) -> None:
-        commit(store, trial, result)
-        if not spoiled:  # the disk loses the end of the first trial's events
-            spoiled.append(store.folder(trial) / "events-1.jsonl")
-            book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
-            book.db.execute("DELETE FROM records WHERE step = 4")
-            book.close()
-            spoiled[0].write_bytes(spoiled[0].read_bytes()[:-9])
+    class Spoiling(Inline):
+        def wait(self, seconds: float) -> list[tuple[str, Message]]:
+            answers = super().wait(seconds)
+            if not spoiled and any(isinstance(message, Ended) for _, message in answers):
+                # the disk loses the end of the first trial's events
+                spoiled.append(Store(tmp_path).folder(answers[0][0]) / "events-1.jsonl")
+                book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
+                book.db.execute("DELETE FROM records WHERE step = 4")
+                book.close()
+                spoiled[0].write_bytes(spoiled[0].read_bytes()[:-9])
+            return answers
 
-    monkeypatch.setattr(Store, "commit", spoil)
-    outcome, news = sweep(experiment, tmp_path)
+    outcome, news = sweep(experiment, tmp_path, connect=Spoiling)
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert any(str(spoiled[0].parent) in line and line.endswith("retry 1/1") for line in news)
     sweep(experiment, tmp_path / "plain")

@@ -1,6 +1,9 @@
 """A small instance of each workload: what every test of all of them runs."""
 
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from ablate.training.workloads.command import Command
 from ablate.training.workloads.finetune import Finetune, Lora
@@ -9,6 +12,12 @@ from ablate.training.workloads.idle import Idle
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.tensors import Tensors
 from support.experiments import SHAPE, shards
+
+
+def fields_of(made: BaseModel) -> dict[str, Any]:
+    """Return the fields of a model of pydantic by name, without what it has computed of them."""
+    return {name: getattr(made, name) for name in type(made).model_fields}
+
 
 OWN_CODE = Path(__file__).parent / "own_code"
 """A user's training file, with its model in another."""
