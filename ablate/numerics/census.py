@@ -151,7 +151,8 @@ def _of_blocks(operand: Operand, blocks: Tensor, scaled: Tensor, power: Tensor, 
         return fields
     amaxes, top = blocks.view(scales.shape), SCALES[quant.scale.format].max
     reach = top * quant.top / operand.divisor
-    reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
+    if operand.amax is not None:  # one value, or one for each row
+        reach = reach * operand.amax.reshape(-1, 1, 1, 1)[:: quant.tile[0]]
     too_large = amaxes > reach * (1 + 2**-4)  # half a step of E4M3 above the top rounds to it
     bound = min(quant.outer.bound if quant.outer else math.inf, top)
     return fields | {

@@ -13,6 +13,7 @@ from support.quantisers import contents, reference_only
 from torch import nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.numerics.census import census
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
@@ -183,3 +184,17 @@ def test_parts_of_a_matrix_hold_whole_groups_of_rows():
 def test_a_packed_tensor_has_one_outer_scale():
     with pytest.raises(ValueError, match="one outer scale a tensor"):
         store_one(torch.ones(32, 32), quantiser("16x16", 16))
+
+
+@every(block=["1x16", "16x16", "1x32", "32x32"], rows=[32, 64])
+def test_a_census_of_groups_of_rows_is_that_of_each_group_alone(block, rows):
+    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 128)[:, None]
+    whole = Quant(block=block, outer=Outer(granularity=f"rows:{rows}", bound=8.0), range=Range(headroom=1.5))
+    alone = whole.model_copy(update={"outer": Outer(bound=8.0)})
+    counts = ("scales_zero", "scales_saturated", "scales_clipped", "zeros", "saturated", "blocks_saturated")
+    groups = [census(quantize(each.contiguous(), alone, keep="source")) for each in x.split(rows)]
+    found = census(quantize(x, whole, keep="source"))
+    assert {name: getattr(found, name) for name in counts} == {
+        name: sum(getattr(group, name) for group in groups) for name in counts
+    }
+    assert found.scales_saturated > 0
