@@ -80,7 +80,8 @@ class Planted(EmulatedLinear):
 
     plant: "tuple[str, str, random.Random, Tensor | None, list[Tensor]] | None" = None
 
-    def operand(self, x, slot, quant, rotation, keep=False):
+    def operand(self, x, slot, quant, rotation, keep=False, rounded=False):
+        x = x.to(torch.bfloat16) if rounded else x
         if self.plant is None or slot not in self.plant[1].split("+"):
             return super().operand(x, slot, quant, rotation, keep)
         kind, _, rng, other, experts = self.plant

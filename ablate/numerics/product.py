@@ -36,11 +36,7 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
 
 
 def product(
-    a: Operand,
-    b: Operand,
-    out: torch.dtype,
-    base: Tensor | cuda.Addend | None = None,
-    wide: bool = False,
+    a: Operand, b: Operand, out: torch.dtype, base: Tensor | cuda.Addend | None = None, wide: bool = False
 ) -> Tensor:
     """Return base + a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
     `base` is fp32 [M, N], or one that a GPU's kernel adds; None: zeros. `wide`: a GPU's kernel may return the
@@ -88,11 +84,10 @@ def split_product(
     pairs = [(left, right) for left in a for right in b]
     if first is None and len(pairs) == 2:
         pairs.reverse()  # a sum of two has one order, and the first parts' product adds in its own launch
-        (one, other), (left, right) = pairs
-        divisor = left.divisor * right.divisor
+        left, right = pairs[1]
         plain = all(each.equal is each.nonzero is None for each in (left, right))
-        if plain and cuda.can_scale(left.values, left.amax, right.amax, divisor, out):
-            return product(left, right, out, _addend(one, other), wide)
+        if plain and cuda.can_scale(left.values, left.amax, right.amax, left.divisor * right.divisor, out):
+            return product(left, right, out, _addend(*pairs[0]), wide)
     total = _of_parts(*pairs[0]) if first is None else first
     for left, right in pairs[1:-1]:
         total = _of_parts(left, right, total)
@@ -100,11 +95,7 @@ def split_product(
 
 
 def _of_parts(
-    a: Operand,
-    b: Operand,
-    base: Tensor | None = None,
-    out: torch.dtype = torch.float32,
-    wide: bool = False,
+    a: Operand, b: Operand, base: Tensor | None = None, out: torch.dtype = torch.float32, wide: bool = False
 ) -> Tensor:
     """Return base + a b^T, rounded once to `out`."""
     if all(one.equal is None and one.nonzero is None for one in (a, b)):

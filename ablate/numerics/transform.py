@@ -65,7 +65,7 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
     if transform.clamp is not None:
         limit = quantile(rest if taken else x, transform.clamp)
         if cuda.can_take(rest):
-            rest, *parts = cuda.parted(rest, x.dtype, limit, residual=transform.residual)
+            rest, *parts = cuda.parted(rest, x.dtype, limit, keep=transform.residual)
         else:
             clamped = rest.clamp(-limit, limit)
             parts = [(rest - clamped).to(x.dtype)] * transform.residual

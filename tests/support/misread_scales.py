@@ -50,6 +50,6 @@ class Misreading(EmulatedLinear):
     emulates = False
     groups = 4
 
-    def operand(self, x, slot, quant, rotation, keep=False):
-        parts = super().operand(x, slot, quant, rotation, keep)
+    def operand(self, x, slot, *how):
+        parts = super().operand(x, slot, *how)
         return [misread(part, self.groups) for part in parts] if slot.startswith("wgrad") else parts

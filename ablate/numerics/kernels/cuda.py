@@ -72,8 +72,8 @@ def unusable(device: torch.device) -> str:
 TRIAL = {
     "counted": "9f183705ea88ee52",
     "remembered": "295747eb62673cf7",
-    "parted": "cc6b9f97c20d8e4d",
     "scaled": "89f0c80cc48dfd14",
+    "parted": "cc6b9f97c20d8e4d",
     "turned": "06a8e00345f4f0b8",
     "rescaled": "06bed2027bbbcc35",
     "summed": "2e018d727115218e",
@@ -247,22 +247,18 @@ def decode(
 
 
 def parted(
-    x: Tensor,
-    dtype: torch.dtype,
-    limit: Tensor | None = None,
-    means: Tensor | None = None,
-    residual: bool = True,
+    x: Tensor, dtype: torch.dtype, limit: Tensor | None = None, means: Tensor | None = None, keep: bool = True
 ) -> list[Tensor]:
     """Return x less a part, fp32 and stored as x is, and the part in `dtype`, bf16 or fp32, in one launch.
 
     The part is `means`, fp32 [rows, 1] or [1, columns], or what lies beyond +-limit, an fp32 scalar on the
-    device, and is not returned without `residual`. `can_take` accepts x.
+    device, and is not returned unless `keep`. `can_take` accepts x.
     """
     from ablate.numerics.kernels import result as device_code
 
     rest = torch.empty_like(x, dtype=torch.float32)
     like = x if means is None else means
-    part = torch.empty_like(like, dtype=dtype) if residual else None
+    part = torch.empty_like(like, dtype=dtype) if keep else None
     by_row = means is not None and (means.shape == (x.shape[0], 1)) == x.is_contiguous()
     with torch.cuda.device_of(x):
         device_code.parted[(-(-x.numel() // device_code.SIZE),)](
