@@ -17,7 +17,7 @@ from ablate.errors import redact
 from ablate.execution.search.journal import REPEATS
 from ablate.execution.search.study import Study
 from ablate.execution.study_points import GivenUp, Point, outcome, over, reports, warm
-from ablate.execution.tracking.tracker import RETRY_SECONDS, Follower, Tracker
+from ablate.execution.tracking.tracker import Follower, Tracker
 from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.results.summary import Gaps
@@ -38,22 +38,11 @@ class Mirror:
     """Projection into MLflow. The controller's thread, which alone writes the ledger, records here what was
     shipped."""
 
-    def __init__(
-        self,
-        uri: str,
-        ledger: Ledger,
-        state: Path,
-        folder: Path,
-        name: str,
-        busy: bool,
-        retry: float = RETRY_SECONDS,
-    ) -> None:
-        """Start the MLflow thread if trials will run (`busy`), or if records were not shipped yet. After a
-        failure it tries again in `retry` seconds."""
+    def __init__(self, uri: str, ledger: Ledger, state: Path, folder: Path, name: str, busy: bool) -> None:
+        """Start the MLflow thread if trials will run (`busy`), or if records were not shipped yet."""
         self._ledger, self._path, self._target = ledger, folder / "ledger.db", (uri, state, name)
         self.tracker: MlflowTracker | None = None
         self._follower: Follower | None = None
-        self._retry = retry
         self._forget_deleted(uri)
         if busy or ledger.unshipped():
             self._start()
@@ -63,7 +52,7 @@ class Mirror:
 
         stop = threading.Event()
         self.tracker = MlflowTracker(*self._target, self._ledger.identity(), stop)
-        self._follower = Follower(self.tracker, self._path, "mlflow", stop, self._retry)
+        self._follower = Follower(self.tracker, self._path, "mlflow", stop)
 
     @property
     def trouble(self) -> str | None:

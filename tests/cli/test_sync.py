@@ -200,7 +200,8 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, late,
         state, folder = tmp_path / "state", tmp_path / "state" / "sweeps" / "unanswered"
         assert sweep(tiny(tmp_path, "unanswered", seeds=1), state)[0].status == "done"
         with closing(Ledger(folder / "ledger.db")) as book:
-            mirror = Mirror(between, book, state, folder, "unanswered", busy=True, retry=0.5)
+            mirror = Mirror(between, book, state, folder, "unanswered", busy=True)
+            mirror.tracker.retry = 0.5
             assert mirror.finish("FINISHED", "", 120) is None
         assert Forgetful.made == {"unanswered", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
         assert list(audit.mlflow(audit.Tracker(address), folder)) == []

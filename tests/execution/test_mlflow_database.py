@@ -17,7 +17,6 @@ from support.mlflow_runs import histories, runs
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking import database
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
-from ablate.store import databases
 from ablate.store.databases import path_of, url
 from ablate.store.ledger import Ledger
 
@@ -26,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
+MOUNTS = Path("/proc/self/mounts")
 IDLE = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
 DRIVER = """
 import sys; from pathlib import Path
@@ -173,9 +173,8 @@ def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_
     with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
         trials = {member.name: member.trial for member in book.members()}
         book.settle(trials["bf16"], "pending")
-        mirror = Mirror(
-            url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True, retry=0.1
-        )
+        mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+        mirror.tracker.retry = 0.1
         until(lambda: mirror.refresh() is not None and sum(m.closed for m in book.members()) == 2)
         for suffix in ("-wal", "-shm"):  # else SQLite applies the old file's log to the new one
             store.with_name(store.name + suffix).unlink(missing_ok=True)
@@ -196,9 +195,8 @@ def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(
     with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
         for member in book.members():
             book.settle(member.trial, "running")
-        mirror = Mirror(
-            url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True, retry=0.1
-        )
+        mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+        mirror.tracker.retry = 0.1
         until(lambda: mirror.refresh() is not None and all(member.mlflow for member in book.members()))
         first, *_ = book.members()
         client = MlflowClient(url(store))
@@ -238,9 +236,8 @@ def test_child_runs_of_a_deleted_parent_belong_to_its_successor(deleted, last, t
         for member in book.members():
             book.settle(member.trial, "running")
         for _ in range(2):
-            mirror = Mirror(
-                url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True, retry=0.1
-            )
+            mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+            mirror.tracker.retry = 0.1
             until(
                 lambda mirror=mirror: mirror.refresh() is not None and all(m.mlflow for m in book.members())
             )
@@ -282,7 +279,12 @@ def test_a_database_that_moved_to_a_network_file_system_is_converted_before_mlfl
     database.prepare(url(store), tmp_path)
     with closing(sqlite3.connect(store)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-    monkeypatch.setattr(databases, "network_file_system", lambda path, mounts=None: "nfs4")
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **how: f"there {tmp_path} nfs4 rw 0 0\n" if path == MOUNTS else read_text(path, **how),
+    )
     with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db", readonly=True)) as book:
         MlflowTracker(url(store), tmp_path, "tiny", "id", threading.Event()).refresh(book)
     assert store.read_bytes()[18:20] == b"\x01\x01"  # the file's format: a rollback journal

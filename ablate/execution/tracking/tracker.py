@@ -38,12 +38,14 @@ from ablate.store.ledger import Ledger
 GROUP = "ablate.trackers"
 """Group of entry points by which installed packages offer trackers."""
 _INTERVAL = 1.0
-RETRY_SECONDS = 5.0
 
 
 class Tracker(ABC):
     """Projection of one sweep's ledger. One thread calls all operations, which may take their time. An
     installed or own tracker is constructed with the state folder and the sweep's name."""
+
+    retry = 5.0
+    """Seconds after which an operation that raised is tried again."""
 
     @abstractmethod
     def refresh(self, ledger: Ledger) -> None:
@@ -67,19 +69,13 @@ class Follower:
     """One tracker and its thread, which starts at once and waits for the first record."""
 
     def __init__(
-        self,
-        tracker: Tracker,
-        ledger: Path,
-        name: str,
-        stop: threading.Event | None = None,
-        retry: float = RETRY_SECONDS,
+        self, tracker: Tracker, ledger: Path, name: str, stop: threading.Event | None = None
     ) -> None:
         """Start the thread, which has this name and alone uses the tracker from now on. `stop` is set by the
-        tracker if it cannot continue, or here if its time is over. After an exception the thread tries
-        again in `retry` seconds."""
+        tracker if it cannot continue, or here if its time is over."""
         self.trouble: str | None = None
         """Reason for the tracker's delay; None while there is none."""
-        self._tracker, self._ledger, self._retry = tracker, ledger, retry
+        self._tracker, self._ledger = tracker, ledger
         self._last: tuple[str, str] | None = None
         self._complete = False
         self._stop, self._wake = stop or threading.Event(), threading.Event()
@@ -107,7 +103,7 @@ class Follower:
                     self._follow(ledger)
             except Exception as error:  # must not end the sweep: shown in the status line, tried again
                 self.trouble = f"{self._ledger}: {error}"
-                self._stop.wait(self._retry)
+                self._stop.wait(self._tracker.retry)
 
     def _follow(self, ledger: Ledger) -> None:
         # Importing a tracker's library would delay the first trial.
@@ -123,7 +119,7 @@ class Follower:
                     self._complete = True
                     return
             except Exception as error:
-                self.trouble, pause = self._tracker.trouble(ledger, error), self._retry
+                self.trouble, pause = self._tracker.trouble(ledger, error), self._tracker.retry
             self._wake.wait(pause)  # until the sweep asks to finish, at most
             self._wake.clear()
         self._tracker.trouble(ledger, TimeoutError("the sweep ended before everything was sent"))
