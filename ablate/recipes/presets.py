@@ -37,18 +37,21 @@ _Turns = tuple[Hadamard | None, Hadamard | None, Hadamard | None]
 """Rotations of fprop, dgrad and wgrad."""
 _NONE: _Turns = (None, None, None)
 _WGRAD: _Turns = (None, None, Hadamard())
+_ROWS = Quant(outer=Outer(granularity="row"))
 
 
 def _recipe(
     x: Quant,
-    w: Quant,
-    g: Quant,
+    w: Quant | None = None,
+    g: Quant | None = None,
     turns: _Turns = _NONE,
     w_again: Quant | None = None,
     x_again: Quant | None = None,
     **more: Any,
 ) -> Recipe:
-    """Activations, weights and output gradients; the backward pass has `w_again` and `x_again` if given."""
+    """Activations, weights and output gradients, which are as activations if left out; the backward pass has
+    `w_again` and `x_again` if given."""
+    w, g = w or x, g or x
     return Recipe(
         fprop=Fprop(x=x, w=w, hadamard=turns[0]),
         dgrad=Dgrad(g=g, w=w_again or w, hadamard=turns[1]),
@@ -62,13 +65,8 @@ def _fp8(element: str, statistic: str = "amax") -> Quant:
 
 
 def _mx(element: str, scale_rounding: str, **more: Any) -> Quant:
-    return Quant(
-        element=element,
-        block="1x32",
-        scale=BlockScale(format="e8m0", rounding=scale_rounding),
-        outer=None,
-        **more,
-    )
+    scale = BlockScale(format="e8m0", rounding=scale_rounding)
+    return Quant(element=element, block="1x32", scale=scale, outer=None, **more)
 
 
 def bf16() -> Recipe:
@@ -106,13 +104,11 @@ def mxfp8() -> Recipe:
 
     Sources: OCP MX v1.0; Transformer Engine, MXFP8BlockScaling.
     """
-    quant = _mx("e4m3", "ceil")
-    return _recipe(quant, quant, quant)
+    return _recipe(_mx("e4m3", "ceil"))
 
 
 def _mxfp6(element: str, largest_power: float) -> Recipe:
-    quant = _mx(element, "floor", range=Range(map_to=largest_power))
-    return _recipe(quant, quant, quant)
+    return _recipe(_mx(element, "floor", range=Range(map_to=largest_power)))
 
 
 def mxfp6_e2m3() -> Recipe:
@@ -127,8 +123,7 @@ def mxfp6_e3m2() -> Recipe:
 
 def mxfp4() -> Recipe:
     """MXFP4: E2M1 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
-    quant = _mx("e2m1", "floor", range=Range(map_to=4.0))
-    return _recipe(quant, quant, quant)
+    return _recipe(_mx("e2m1", "floor", range=Range(map_to=4.0)))
 
 
 def nvfp4() -> Recipe:
@@ -285,8 +280,7 @@ def row_scaled() -> Recipe:
 
     Not modelled: its MXFP8 backward: set `recipe.dgrad` and `recipe.wgrad` for that.
     """
-    quant = Quant(outer=Outer(granularity="row"))
-    return Recipe(fprop=Fprop(x=quant, w=quant))
+    return Recipe(fprop=Fprop(x=_ROWS, w=_ROWS))
 
 
 def healing() -> Recipe:
@@ -359,7 +353,7 @@ def nvfp4_row_scaled_fwd_high_precision_bwd() -> Recipe:
     return _dequantised(_BY_ROWS)
 
 
-_BY_ROWS = Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())
+_BY_ROWS = Fprop(x=_ROWS, w=Quant())
 
 
 def mxfp4_amd() -> Recipe:
@@ -371,11 +365,6 @@ def mxfp4_amd() -> Recipe:
     return mxfp4().changed({"wgrad.hadamard": Hadamard(size=32)})
 
 
-def _per_token(w: Quant) -> Recipe:
-    by_rows = Quant(outer=Outer(granularity="row"))
-    return _recipe(by_rows, w, by_rows)
-
-
 def nvfp4_per_token() -> Recipe:
     """Per-token NVFP4 (Transformer Engine, pull request 3045): an fp32 amax for each row of every operand.
 
@@ -385,7 +374,7 @@ def nvfp4_per_token() -> Recipe:
     recipe is compared with a reference of this project's own. Not modelled: the arithmetic of its kernels
     where it differs from that reference, and its refusal of rows that are no multiple of 128.
     """
-    return _per_token(Quant(outer=Outer(granularity="row")))
+    return _recipe(_ROWS)
 
 
 def nvfp4_per_token_weight_2d() -> Recipe:
@@ -395,7 +384,7 @@ def nvfp4_per_token_weight_2d() -> Recipe:
     the weight are the same numbers. Outer scales that differ between rows cannot give that
     (docs/reference/numerics.md, section 3). Not modelled: what `nvfp4_per_token` does not.
     """
-    return _per_token(Quant(block="16x16"))
+    return _recipe(_ROWS, Quant(block="16x16"))
 
 
 def averis() -> Recipe:
@@ -416,8 +405,7 @@ def metis() -> Recipe:
     rank is a choice of this project. Not modelled: quantised factors, its decomposition by random sampling
     (here: subspace iteration), its spectral learning rates and its regulariser.
     """
-    quant = Quant(transform=Transform(low_rank=8))
-    return _recipe(quant, quant, quant)
+    return _recipe(Quant(transform=Transform(low_rank=8)))
 
 
 def if4() -> Recipe:
@@ -456,8 +444,7 @@ def hif4() -> Recipe:
     its conversion of NaN and infinities one by one (here: a NaN spreads to its unit).
     """
     scale = BlockScale(format="e6m2", micro_exponents=(8, 4))
-    quant = Quant(element="e1m2", block="1x64", scale=scale, outer=None, rounding="away")
-    return _recipe(quant, quant, quant)
+    return _recipe(Quant(element="e1m2", block="1x64", scale=scale, outer=None, rounding="away"))
 
 
 def nemotron3_super() -> Recipe:
