@@ -79,8 +79,10 @@ def choose(
     why = None if asked == NATIVE else reason.why if reason else _doubt(arms, machine)
     if why is None:
         return Choice(NATIVE)
-    needed = _scaled_by(arms, device, layout, machine)
-    if not needed:
+    needed = _scaled_families(SCALED, arms)
+    if device == "cpu" or machine.capability is None or not needed:
+        return Choice("emulated", why)
+    if next(_scaled_refusals(SCALED, arms, "cuda", layout, machine), None):
         return Choice("emulated", why)
     if needed <= parity_record.agreed(machine, SCALED):
         return Choice(SCALED)
@@ -101,21 +103,8 @@ def _doubt(arms: list[Arm], machine: Machine) -> str | None:
     if needed <= agreed:
         return None
     missing = " and ".join(NAMES[family] for family in sorted(needed - agreed))
-    return (
-        f"the comparison that is kept here does not cover {missing} in Transformer Engine; "
-        f"see `{parity_record.COMMAND}`"
-        if agreed
-        else UNPROVEN
-    )
-
-
-def _scaled_by(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> set[str]:
-    """Return the families that `scaled_mm` would multiply on tensor cores for these arms; empty if it cannot
-    run them on this machine's GPU."""
-    needed = _scaled_families(SCALED, arms)
-    if device == "cpu" or machine.capability is None:
-        return set()
-    return set() if next(_scaled_refusals(SCALED, arms, "cuda", layout, machine), None) else needed
+    why = f"the comparison that is kept here does not cover {missing} in Transformer Engine"
+    return f"{why}; see `{parity_record.COMMAND}`" if agreed else UNPROVEN
 
 
 def _scaled_families(engine: str, arms: list[Arm]) -> set[str]:
@@ -213,10 +202,8 @@ def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
 def _workload_refusals(config: Workload, plain: bool) -> Iterator[str]:
     training = config.training
     if training is None:
-        yield (
-            f"workload {type(config).__name__.lower()}: not yet on Transformer Engine, "
-            "which does not expose its operands"
-        )
+        why = "not yet on Transformer Engine, which does not expose its operands"
+        yield f"workload {type(config).__name__.lower()}: {why}"
         return
     if training.compile:
         yield "workload.compile true: not yet on Transformer Engine; leave it out"

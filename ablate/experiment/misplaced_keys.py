@@ -27,15 +27,6 @@ _OF_A_SEARCH = ("pruner", "rungs")
 _SEED_BY_SEED = "the arms of a grid are compared seed by seed, and none of them may end early"
 
 
-def paths_of(key: str, workload: str | None) -> list[str]:
-    """Return the full paths at which an experiment file takes a key: the least deep ones, and that of its
-    knob under `ablate` if it has one. `workload` None: the file names none, so all are searched."""
-    paths = [path for path in _every_path(workload) if path[-1] == key]
-    least = min(map(_depth, paths), default=0)
-    named = [".".join(path) for path in paths if _depth(path) == least]
-    return [*named, *([f"ablate.{key}"] if key in KNOBS or key in WORKLOAD_KNOBS else [])]
-
-
 def _depth(path: tuple[str, ...]) -> int:
     """Return the number of parts of a path, without the name of a workload."""
     return len(path) - (path[0] == "workload")
@@ -105,7 +96,11 @@ def with_paths(usual: str, key: str, workload: str | None, valid: Sequence[str])
     """Return the reason why a key is refused, with the paths at which the file takes it, if there are any.
     `usual` names the nearest of the keys that are `valid` at this place; it is kept if one of them is
     similar, or there is no path. `workload` None: the file names none."""
-    paths = paths_of(key, workload)[:_MOST_PATHS]
+    # The least deep paths, and that of its knob under `ablate`; if the file names no workload, those of all.
+    ending = [path for path in _every_path(workload) if path[-1] == key]
+    least = min(map(_depth, ending), default=0)
+    named = [".".join(path) for path in ending if _depth(path) == least]
+    paths = [*named, *([f"ablate.{key}"] if key in KNOBS or key in WORKLOAD_KNOBS else [])][:_MOST_PATHS]
     if key in ExperimentFile.model_fields and key not in valid:
         return f"no such key here; write {key} at the top level"
     if not paths:

@@ -108,7 +108,7 @@ def within(
     for cell in cells:
         for name in cell.layers:
             wanted[name] |= set(cell.slots)
-    if not globs and _whole(recipe, layers, wanted):
+    if not globs and all(slots <= wanted[name] for name, slots in _quantised(recipe, layers).items()):
         return amplified(recipe, times)
     groups: dict[Products | None, list[Layer]] = {}
     for placed in recipe.placements(layers):
@@ -125,10 +125,6 @@ def within(
         rules.append(Rule(match=Match(name="*"), use=None))
         return recipe.changed(layers=Layers(rules=tuple(rules)))
     return recipe.changed(layers=_shortest(groups, recipe.products, layers))
-
-
-def _whole(recipe: Recipe, layers: Sequence[Layer], wanted: Mapping[str, Collection[str]]) -> bool:
-    return all(slots <= set(wanted[name]) for name, slots in _quantised(recipe, layers).items())
 
 
 def _shortest(

@@ -81,11 +81,8 @@ class Knob(Generic[Value]):
 def _rht(on: bool, turn: Turn) -> Paths:
     others = turn.others
     turn.quantised(*WGRAD)
-    return {
-        "wgrad.hadamard": {"size": others.get("rht_size", 16), "signs": others.get("rht_signs", "fixed")}
-        if on
-        else None
-    }
+    rotation: Json = {"size": others.get("rht_size", 16), "signs": others.get("rht_signs", "fixed")}
+    return {"wgrad.hadamard": rotation if on else None}
 
 
 def _of_rht(name: str) -> Callable[[Json, Turn], Paths]:
@@ -129,22 +126,14 @@ def _amax_percentile(p: float | None, turn: Turn) -> Paths:
 def _four_over_six(criterion: str | None, turn: Turn) -> Paths:
     slots = [slot for slot in turn.quantised() if slot not in GRADIENTS]
     select: Json = {"among": "scales", "criterion": criterion} if criterion else None
-    bound: Json = 256.0 if criterion else 448.0
-    return {
-        path: value
-        for slot in slots
-        for path, value in ((f"{slot}.select", select), (f"{slot}.outer.bound", bound))
-    }
-
-
-def _rest(fraction: float) -> str:
-    text = f"{1 - fraction:.12f}".rstrip("0").rstrip(".")
-    return f"fraction:{text}"
+    parts: Paths = {"select": select, "outer.bound": 256.0 if criterion else 448.0}
+    return {f"{slot}.{part}": value for slot in slots for part, value in parts.items()}
 
 
 def _cooldown(fraction: float, turn: Turn) -> Paths:
     own: list[Json] = [phase.model_dump(mode="json") for phase in turn.anything().schedule]
-    last: Json = {"start": _rest(fraction), "slots": turn.others.get("cooldown_slots", "all")}
+    text = f"{1 - fraction:.12f}".rstrip("0").rstrip(".")
+    last: Json = {"start": f"fraction:{text}", "slots": turn.others.get("cooldown_slots", "all")}
     return {"schedule": [*own, last] if fraction else own}
 
 
@@ -159,11 +148,8 @@ def _skip(end: str) -> Callable[[int, Turn], Paths]:
 
 
 def _backward(how: str, turn: Turn) -> Paths:
-    if taken := [
-        name
-        for name in ("rht", "rht_size", "rht_signs", "sr", "sr_bits", "sr_headroom")
-        if name in turn.others
-    ]:
+    of_backward = ("rht", "rht_size", "rht_signs", "sr", "sr_bits", "sr_headroom")
+    if taken := [name for name in of_backward if name in turn.others]:
         raise ValueError(
             f"{', '.join(taken)} and backward are about the same products; name such arms under arms"
         )

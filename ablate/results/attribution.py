@@ -130,7 +130,8 @@ def held_effects(grid: Grid, knob: str, given: Mapping[str, Json]) -> list[Effec
     for level in range(1, len(grid.levels.get(knob, ()))):
         cells = grid.cells(**held, **{knob: level})
         effect = _difference(grid, cells, grid.cells(**held, **{knob: 0}))
-        effect = _of_runs(grid, effect, _unchanged(grid, cells, [*texts].index(knob)))
+        unchanged = _unchanged(grid, cells, [*texts].index(knob))
+        effect = replace(effect, whole=grid.whole, runs_equal=unchanged)
         change = _change(shown, level)
         effects.append(Effect((knob,), change, effect, grid.margin, given, shown_value(shown[level])))
     return effects
@@ -151,12 +152,6 @@ def _unchanged(grid: Grid, cells: Sequence[Cell], position: int) -> bool:
     return all(grid.values[cell] == grid.values[_with(cell, position, 0)] for cell in cells)
 
 
-def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
-    """Return an effect on averages with two facts about the runs: all values are counts, and zeros mean equal
-    runs."""
-    return replace(effect, whole=grid.whole, runs_equal=unchanged)
-
-
 def interactions(grid: Grid) -> list[Effect]:
     """Return the interaction of every two knobs: the difference between the effects of one knob at two levels
     of the other, averaged over the remaining knobs."""
@@ -175,7 +170,8 @@ def interactions(grid: Grid) -> list[Effect]:
             seconds = [cell for a in (0, one) for cell in grid.cells(**{first: a, second: other})]
             unchanged = _unchanged(grid, firsts, i) or _unchanged(grid, seconds, j)
             by_seed = dict.fromkeys(by_seed, 0.0) if unchanged else by_seed  # without the sums' rounding
-            effect = _of_runs(grid, _from_zero(by_seed, grid.interval), unchanged)
+            effect = _from_zero(by_seed, grid.interval)
+            effect = replace(effect, whole=grid.whole, runs_equal=unchanged)
             effects.append(Effect((first, second), change, effect, grid.margin))
     return effects
 

@@ -37,7 +37,6 @@ import numpy as np
 from scipy import special
 
 from ablate.experiment.blame_design import ROUND, BlameDesign, BlameNames, GroupRun, Stage
-from ablate.experiment.schema import Metric
 from ablate.results.number_text import around, counted, number
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import OVER
@@ -368,7 +367,10 @@ def replayed(ledger: Ledger) -> Search:
     names, metric, harms = names_of(ledger), ledger.facts.metric, _harms(ledger)
     declared = ledger.facts.blame["design"]
     design = BlameDesign(**declared | {"seeds": tuple(declared["seeds"])})
-    design = replace(design, margin=_margin(metric, names, design, harms))
+    levels = [harms.get((names.baseline, seed), math.nan) for seed in design.seeds]
+    finite = [level for level in levels if math.isfinite(level)]
+    level = math.fsum(finite) / len(finite) if finite else 0.0
+    design = replace(design, margin=metric.margin(level) or 0.0)  # in the metric's unit
     outcomes: dict[GroupRun, float] = {}
     while True:
         search = replay(design, outcomes)
@@ -393,15 +395,6 @@ def _harms(ledger: Ledger) -> dict[tuple[str, int], float]:
         for member in ledger.members()
         if member.status in OVER
     }
-
-
-def _margin(
-    metric: Metric, names: BlameNames, design: BlameDesign, harms: dict[tuple[str, int], float]
-) -> float:
-    """Return the damage up to which a unit is no culprit: `min_effect` in the metric's unit, 0 without it."""
-    levels = [harms.get((names.baseline, seed), math.nan) for seed in design.seeds]
-    finite = [level for level in levels if math.isfinite(level)]
-    return metric.margin(math.fsum(finite) / len(finite) if finite else 0.0) or 0.0
 
 
 def planned(design: BlameDesign, names: BlameNames) -> str:

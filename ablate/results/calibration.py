@@ -29,7 +29,7 @@ from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALI
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import Design
-from ablate.results.forked import FIFTH, Readings, views
+from ablate.results.forked import FIFTH, Readings, mean_by_seed, views
 from ablate.results.intervals import SINGLE_LOOK, Interval
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary, summaries
@@ -110,10 +110,8 @@ class Candidate:
 
     def proposed_seeds(self) -> int:
         """Return the number of seeds that make the interval as narrow as the smallest effect that matters."""
-        wanted = (
-            seeds for seeds in range(FEWEST_SEEDS, MOST_SEEDS) if self.half_width(seeds, True) <= self.goal
-        )
-        return next(wanted, MOST_SEEDS)
+        enough = (n for n in range(FEWEST_SEEDS, MOST_SEEDS) if self.half_width(n, True) <= self.goal)
+        return next(enough, MOST_SEEDS)
 
 
 def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
@@ -189,13 +187,9 @@ class Part(NamedTuple):
 
     def values(self, readings: Readings | None) -> dict[int, float]:
         """Return an arm's means over the positions, by seed; seeds that lack a position are left out."""
-        tables = [
-            values
-            for cell, values in (readings.cells.items() if readings else ())
-            if cell.window == self.longest and cell.position in self.positions
-        ]
-        seeds = set.intersection(*(set(table) for table in tables)) if tables else set()
-        return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in sorted(seeds)}
+        cells = readings.cells if readings else {}
+        own = (cell for cell in cells if cell.window == self.longest and cell.position in self.positions)
+        return mean_by_seed([cells[cell] for cell in own])
 
 
 def parts(design: Design, known: Readings, steps: int) -> Iterator[Part]:
@@ -281,12 +275,9 @@ def _beside_steps(ledger: Ledger, step_seconds: Mapping[str, float], baseline: s
     for member in ledger.members():
         if member.status == "done" and member.seconds and member.name in step_seconds.keys() - left_out:
             spec = member.resolved
-            forks = spec.forks
-            count = (
-                len(forks["positions"]) * sum(forks["windows"])
-                if forks
-                else spec.config.get("steps", math.nan)
-            )
+            count = spec.config.get("steps", math.nan)
+            if forks := spec.forks:
+                count = len(forks["positions"]) * sum(forks["windows"])
             whole += member.seconds
             steps += count * step_seconds[member.name]
     return whole / steps if steps > 0 else 1.0

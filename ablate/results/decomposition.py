@@ -73,27 +73,16 @@ def damages(ledger: Ledger, arms: Sequence[ArmSummary], metric: str) -> list[Dam
         found = [lasts.get(member.trial, {}).get(name, math.nan) for name in names]
         if member.status == "done" and member.name in own and all(map(math.isfinite, found)):
             own[member.name][member.seed], high[member.name][member.seed] = found
-    return [
-        _damage(arm, own, high)
-        for arm in arms
-        if arm.baseline in own and common(own[arm.name], own[arm.baseline])
-    ]
-
-
-def _damage(
-    arm: ArmSummary, own: Mapping[str, Mapping[int, float]], high: Mapping[str, Mapping[int, float]]
-) -> Damage:
-    assert arm.baseline is not None
-    cast = {
-        name: {seed: value - high[name][seed] for seed, value in own[name].items()}
-        for name in (arm.name, arm.baseline)
-    }
-    return Damage(
-        arm.name,
-        sharpened(paired_difference(own[arm.name], own[arm.baseline], arm.interval), arm.view),
-        paired_difference(cast[arm.name], cast[arm.baseline], arm.interval),
-        paired_difference(high[arm.name], high[arm.baseline], arm.interval),
-    )
+    cast = {arm: {seed: value - high[arm][seed] for seed, value in own[arm].items()} for arm in own}
+    parts = []
+    for arm in arms:
+        if arm.baseline in own and common(own[arm.name], own[arm.baseline]):
+            gap, direct, learnt = (
+                paired_difference(each[arm.name], each[arm.baseline], arm.interval)
+                for each in (own, cast, high)
+            )
+            parts.append(Damage(arm.name, sharpened(gap, arm.view), direct, learnt))
+    return parts
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Readings:
 
     def at(self, window: int) -> dict[int, float]:
         """Return the means over positions at the end of windows of one length, by seed."""
-        return _mean([values for cell, values in self.cells.items() if cell.window == window])
+        return mean_by_seed([values for cell, values in self.cells.items() if cell.window == window])
 
     def at_position(self, position: int) -> Values:
         """Return the values at the end of the longest window of one position, by seed."""
@@ -103,7 +103,8 @@ class Readings:
         return self.parts.get(number, {})
 
 
-def _mean(tables: Sequence[Values]) -> dict[int, float]:
+def mean_by_seed(tables: Sequence[Values]) -> dict[int, float]:
+    """Return the means of values by seed; seeds that a table lacks are left out."""
     seeds = set.intersection(*(set(table) for table in tables)) if tables else set()
     return {seed: math.fsum(table[seed] for table in tables) / len(tables) for seed in sorted(seeds)}
 

@@ -147,7 +147,11 @@ def gate(
         left_out = tuple(run for run in baseline if run in foreign)
         theirs = _merged("baseline", own, {run: baseline[run] for run in baseline if run not in foreign})
         ours = _merged("candidate", own, candidate)
-        _refuse_shared(proposal, ours, theirs, foreign)
+        if shared := [run for run in ours if run in theirs]:
+            raise InputError(f"run {shared[0]!r} is given both as the candidate's and as the baseline's")
+        if used := [run for run in ours if run in foreign]:
+            why = f"run {used[0]!r} was given with another proposal"
+            raise InputError(f"{why}: it cannot be one of {proposal!r}")
         seen = {run for each in own for run in (*each.candidate, *each.baseline)}
         new_ours, new_theirs = (
             {run: value for run, value in runs.items() if run not in seen} for runs in (ours, theirs)
@@ -237,13 +241,3 @@ def _merged(side: str, own: Sequence[Judgement], given: Mapping[str, float]) -> 
 def _shuffled(runs: Mapping[str, float]) -> dict[str, float]:
     """Return runs in an order that depends on their ids alone."""
     return {run: runs[run] for run in sorted(runs, key=lambda run: sha256(run.encode()).digest())}
-
-
-def _refuse_shared(
-    proposal: str, ours: Mapping[str, float], theirs: Mapping[str, float], foreign: set[str]
-) -> None:
-    """Refuse runs of the candidate that are the baseline's, or that another proposal has."""
-    if shared := [run for run in ours if run in theirs]:
-        raise InputError(f"run {shared[0]!r} is given both as the candidate's and as the baseline's")
-    if used := [run for run in ours if run in foreign]:
-        raise InputError(f"run {used[0]!r} was given with another proposal: it cannot be one of {proposal!r}")

@@ -359,10 +359,17 @@ def decide(
         )
     if diverged := sum(not _usable(value) for value in candidate):
         return Decision("discard", "diverged", looks=history.looks, diverged=diverged)
+
+    def more(reason: Reason, looks: int, alpha: float = 0.0, evidence: Evidence | None = None) -> Decision:
+        runs = plan.looks[looks].runs
+        # what the next look lacks
+        lacking = (max(0, runs - len(candidate)), max(0, runs - len(baseline)))
+        return Decision("run again", reason, *lacking, looks=looks, alpha=alpha, evidence=evidence)
+
     have = min(len(baseline), len(candidate))
     possible = [n for n, look in enumerate(plan.looks) if n >= history.looks and look.runs <= have]
     if not possible:
-        return _more("too few runs", plan, history.looks, baseline, candidate)
+        return more("too few runs", history.looks)
     look = possible[-1]
     runs = plan.looks[look].runs
     ours, theirs = candidate[:runs], baseline[:runs]
@@ -375,36 +382,13 @@ def decide(
         runs,
     )
     threshold, keep, discard = judge_look(gain, spread, plan, look)
-    evidence = Evidence(
-        runs,
-        gain,
-        float(spread.standard_error),
-        float(spread.freedom),
-        float(threshold),
-        float(spread.noise),
-        plan.effect * float(spread.noise),
-        bool(spread.own),
-        bool(spread.stale),
-    )
+    error, freedom_of_t, noise = float(spread.standard_error), float(spread.freedom), float(spread.noise)
+    numbers = runs, gain, error, freedom_of_t, float(threshold), noise, plan.effect * noise
+    evidence = Evidence(*numbers, bool(spread.own), bool(spread.stale))
     level, last = plan.level(look), look == len(plan.looks) - 1
     if keep:
         return Decision("keep", "better", looks=look + 1, alpha=level, evidence=evidence)
     if discard:
         reason: Reason = "not shown" if last else "excluded"
         return Decision("discard", reason, looks=look + 1, alpha=level, evidence=evidence)
-    return _more("undecided", plan, look + 1, baseline, candidate, level, evidence)
-
-
-def _more(
-    reason: Reason,
-    plan: Plan,
-    looks: int,
-    baseline: Sequence[float],
-    candidate: Sequence[float],
-    alpha: float = 0.0,
-    evidence: Evidence | None = None,
-) -> Decision:
-    """Return "run again", with the runs that the next look lacks."""
-    runs = plan.looks[looks].runs
-    lacking = (max(0, runs - len(candidate)), max(0, runs - len(baseline)))
-    return Decision("run again", reason, *lacking, looks=looks, alpha=alpha, evidence=evidence)
+    return more("undecided", look + 1, level, evidence)

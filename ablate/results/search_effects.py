@@ -38,15 +38,9 @@ class KnobEffect:
     p: float
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column of the fit."""
-
-    knob: str
-    change: str
-    values: list[float]
-    scale: float
-    """Factor from the coefficient to the change that is shown."""
+_Column = tuple[str, list[float], float]
+"""One column of the fit: the change of its knob, its values, and the factor from the coefficient to the
+change that is shown."""
 
 
 def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
@@ -55,14 +49,14 @@ def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
     tell the knobs apart with `FEWEST_FREE` degrees of freedom to spare."""
     searched = [arm for arm in arms if arm.role == "searched" and arm.values and not arm.pruned]
     columns = [
-        column
+        (knob, *column)
         for knob in dict.fromkeys(knob for arm in searched for knob in arm.knobs)
-        for column in _columns(knob, [arm.knobs.get(knob) for arm in searched])
+        for column in _columns([arm.knobs.get(knob) for arm in searched])
     ]
     free = len(searched) - len(columns) - 1
     if not columns or free < FEWEST_FREE:
         return []
-    design = np.column_stack([np.ones(len(searched)), *(column.values for column in columns)])
+    design = np.column_stack([np.ones(len(searched)), *(own for *_, own, _ in columns)])
     if np.linalg.matrix_rank(design) < design.shape[1]:
         return []
     values = np.array([arm.mean for arm in searched])
@@ -72,32 +66,25 @@ def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
     errors = np.sqrt(np.diag(inverse) * (residual @ residual) / free)
     quantile = float(special.stdtrit(free, 1 - ALPHA / 2))
     found = []
-    for column, mean, error in zip(columns, coefficients[1:], errors[1:], strict=True):
+    for (knob, change, _, scale), mean, error in zip(columns, coefficients[1:], errors[1:], strict=True):
         t = abs(mean) / error if error > 0 else math.inf
         p = 2 * float(special.stdtr(free, -t))
-        half = quantile * float(error) * abs(column.scale)
-        found.append(KnobEffect(column.knob, column.change, float(mean) * column.scale, half, p))
+        half = quantile * float(error) * abs(scale)
+        found.append(KnobEffect(knob, change, float(mean) * scale, half, p))
     return sorted(found, key=lambda effect: effect.p)
 
 
-def _columns(knob: str, values: Sequence[Json]) -> list[_Column]:
+def _columns(values: Sequence[Json]) -> list[_Column]:
     """Return the columns of a knob; none if it has one value only."""
     numbers = [float(one) for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
     distinct = sorted(set(numbers))
     if len(numbers) == len(values) and len(distinct) > 2:
         low, high = distinct[0], distinct[-1]
         if low > 0 and high >= _WIDE * low:
-            return [_Column(knob, "per doubling", [math.log2(one) for one in numbers], 1.0)]
-        return [_Column(knob, f"from {low:g} to {high:g}", numbers, high - low)]
-    texts = [_text(one) for one in values]
+            return [("per doubling", [math.log2(one) for one in numbers], 1.0)]
+        return [(f"from {low:g} to {high:g}", numbers, high - low)]
+    texts = [str(one).lower() if isinstance(one, bool) or one is None else str(one) for one in values]
     usual, *others = sorted(set(texts), key=lambda text: (-texts.count(text), text))
     if {usual, *others} == {"true", "false"}:  # the usual question is what the part does
         usual, others = "false", ["true"]
-    return [
-        _Column(knob, f"{other} instead of {usual}", [float(text == other) for text in texts], 1.0)
-        for other in others
-    ]
-
-
-def _text(value: Json) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return [(f"{one} instead of {usual}", [float(text == one) for text in texts], 1.0) for one in others]

@@ -18,8 +18,8 @@ anew with digests that fit. Never found: runs that were not given, and a new his
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,9 @@ class ProposalHistory:
         return self.digests[-1]
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> AbstractContextManager[object]:
     """Hold the lock of a history within the block; wait for other processes."""
-    with lock(path.with_name(f"{path.name}.lock")):
-        yield
+    return lock(path.with_name(f"{path.name}.lock"))
 
 
 def create(path: Path, declaration: Declaration) -> ProposalHistory:

@@ -45,12 +45,9 @@ def frame(
     null). All but step, tokens and value are categorical in the frame of one ledger.
     """
     frames = [_frame(ledger, metrics, worth_keeping) for ledger in ledgers]
-    return frames[0] if len(frames) == 1 else pd.concat(map(_plain, frames), ignore_index=True)
-
-
-def _plain(part: pd.DataFrame) -> pd.DataFrame:
-    """Return a frame without categories, which differ between sweeps."""
-    return part.astype(dict.fromkeys(part.select_dtypes("category"), object))
+    # without categories, which differ between sweeps
+    plain = (each.astype(dict.fromkeys(each.select_dtypes("category"), object)) for each in frames)
+    return frames[0] if len(frames) == 1 else pd.concat(plain, ignore_index=True)
 
 
 def _frame(ledger: Ledger, metrics: Collection[str] | None, worth_keeping: int) -> pd.DataFrame:

@@ -29,7 +29,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -420,13 +420,13 @@ class Store:
             last = file.read().decode(errors="replace").splitlines()[-lines:]
         return "\n".join(f"{text[:_LOG_LINE]} ..." if len(text) > _LOG_LINE else text for text in last)
 
-    @contextmanager
-    def claim(self, trial: str, attempt: int, wait: bool = True) -> Iterator[Callable[[], bool]]:
+    def claim(
+        self, trial: str, attempt: int, wait: bool = True
+    ) -> AbstractContextManager[Callable[[], bool]]:
         """Hold the trial's lock within the block. The lock ends with the process, however it ends. If another
         process holds it, wait, or raise Busy without `wait`. Yields a function that returns True while this
         attempt still holds the lock: an attempt that lost contact with the file system may have lost it."""
-        with lock(self.folder(trial) / "lock", wait, attempt) as held:
-            yield held
+        return lock(self.folder(trial) / "lock", wait, attempt)
 
 
 def _lines(path: Path, strict: bool) -> Iterator[Event]:
