@@ -65,8 +65,7 @@ def check(
     from ablate.verification.workload_checks import Runs, promises
 
     with screen.status("") as status:
-        show = ProgressLine(screen, status)
-        made = promises(Runs(workload, "cpu", recipe, metrics, anneals, show))
+        made = promises(Runs(workload, "cpu", recipe, metrics, anneals, ProgressLine(screen, status)))
         raise typer.Exit(_printed(screen, made, "A sweep may compare runs of this function."))
 
 

@@ -123,8 +123,7 @@ class TrialQueue:
     def _rank_arrived(self) -> None:
         for work in self._arrived:
             if self._fork:
-                part = self.family.computed(work.spec, self._begun) / work.spec.steps
-                work = replace(work, part=part)
+                work = replace(work, part=self.family.computed(work.spec, self._begun) / work.spec.steps)
                 self._begun.append(work.spec.id)
             self.countdown.waiting[work.load, work.part] += 1
             points = self.fork_points(work.spec)

@@ -207,8 +207,7 @@ class Checkpoints:
         """Return a checkpoint; None if there is none or if it cannot be used. Such a file is renamed, and a
         line on standard output, which is the trial's log, gives the reason."""
         try:
-            about = unsealed(path)
-            self._refuse(path, about)
+            self._refuse(path, unsealed(path))
             state: RunState = torch.load(path, map_location="cpu", weights_only=True)
             return state
         except FileNotFoundError:

@@ -172,8 +172,7 @@ def _repeats(trial: _Trial) -> Promise:
 def _empty(trial: _Trial) -> Promise | None:
     if trial.field == "outer.statistic":  # never asked of an empty tensor
         return None
-    made = trial.made(trial.main[:0])
-    return Promise("", made.numel() == 0, "no rows in, no rows out")
+    return Promise("", trial.made(trial.main[:0]).numel() == 0, "no rows in, no rows out")
 
 
 def _not_finite(trial: _Trial) -> Promise:
