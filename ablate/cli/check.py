@@ -65,7 +65,8 @@ def check(
     from ablate.verification.workload_checks import Runs, promises
 
     with screen.status("") as status:
-        made = promises(Runs(workload, "cpu", recipe, metrics, anneals, ProgressLine(screen, status)))
+        show = ProgressLine(screen, status)
+        made = promises(Runs(workload, "cpu", recipe, metrics, anneals, show))
         raise typer.Exit(_printed(screen, made, "A sweep may compare runs of this function."))
 
 

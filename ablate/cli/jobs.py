@@ -63,7 +63,8 @@ def export_jobs(
             f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"
             " cannot; run it with --address, or name its arms"
         )
-    stages = Controller(experiment, settings.state, settings.device, nothing_runs, None, run).stages()
+    controller = Controller(experiment, settings.state, settings.device, nothing_runs, None, run)
+    stages = controller.stages()
     if not stages:
         command = f"ablate sweep {shlex.quote(str(file))}{settings.state_option}"
         raise InputError(f"{file}: all trials are finished; `{command}` shows the answer")
@@ -97,7 +98,8 @@ def collect(folder: Path, flags: Flags) -> None:
     jobs = Jobs.read(folder)
     settings = flags.settings(device=jobs.device)
     writable(settings.state, settings.shared_state)
-    experiment = load(Path(jobs.file), jobs.device, jobs.seeds, machine_of(jobs.capability, jobs.device))
+    machine = machine_of(jobs.capability, jobs.device)
+    experiment = load(Path(jobs.file), jobs.device, jobs.seeds, machine)
     with exclusive(settings.state / "sweeps" / experiment.name, jobs.file):
         found = list(copy_trials(folder, jobs, Store(settings.state)))
         controller = Controller(experiment, settings.state, jobs.device, nothing_runs, None)

@@ -263,7 +263,8 @@ def import_recipe(options: JobOptions, out: Out = None) -> None:
     job, recipe, *_ = options.read()
     if ignored := job.ignored():
         raise InputError(*ignored)
-    _put(as_text(recipe.model_dump(mode="json")), out, "a recipe file, for `recipe:` of an experiment")
+    text = as_text(recipe.model_dump(mode="json"))
+    _put(text, out, "a recipe file, for `recipe:` of an experiment")
 
 
 @app.command()

@@ -117,7 +117,8 @@ def make(
         heading = Heading.of(ledger, name, _verified(ledger, state, name), answer)
         with ThreadPoolExecutor(1) as thread:
             # In parallel with the notebooks, since its imports take seconds. Judged runs have no study.
-            annotate = (state / "sweeps" / name / "optuna.log").exists() and writable
+            studied = (state / "sweeps" / name / "optuna.log").exists()
+            annotate = studied and writable
             note = thread.submit(_annotate_study, state, name, folder) if annotate else None
             made = write_report(
                 folder, state, name, list(notebooks or default_notebooks(ledger)), heading, pdf

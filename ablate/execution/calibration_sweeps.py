@@ -34,7 +34,8 @@ def _sweeps(
 ) -> dict[Path, dict[str, Json]]:
     own = [arm for arm in experiment.arms if not arm.outside and arm.name not in experiment.added]
     own = [arm for arm in own if arm.baseline is not None] or [experiment.base.arm({})]
-    chosen = [own[index] for index in sorted({0, len(own) // 2, len(own) - 1})][:_MOST_UNLIKE]
+    middle = sorted({0, len(own) // 2, len(own) - 1})
+    chosen = [own[index] for index in middle][:_MOST_UNLIKE]
     named = [experiment.against.arm] if experiment.against.arm else []
     arms: dict[str, Json] = {arm.name: dict(arm.knobs) for arm in (*named, *chosen)}
     trunk = START if experiment.base.config.own_code else "bf16"

@@ -248,6 +248,7 @@ def _copy(source: Path, store: Store, trial: str) -> None:
 
 
 def _script(name: str, stage: int, tasks: int, need: Need, options: Sequence[str]) -> str:
+    gpus = [f"--gpus-per-task={need.gpus}"] if need.gpus else []
     own = [
         f"--job-name=ablate-{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}-{stage}",
         f"--array=0-{tasks - 1}",
@@ -258,7 +259,7 @@ def _script(name: str, stage: int, tasks: int, need: Need, options: Sequence[str
         "--nodes=1",
         "--ntasks=1",
         f"--cpus-per-task={need.cpus}",
-        *([f"--gpus-per-task={need.gpus}"] if need.gpus else []),
+        *gpus,
     ]
     lines = "\n".join(f"#SBATCH {option}" for option in (*own, *options))
     return f"""#!/bin/bash

@@ -53,7 +53,8 @@ def main() -> None:
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        select.select([0, os.pidfd_open(process.pid)], [], [])
+        over = os.pidfd_open(process.pid)
+        select.select([0, over], [], [])
     finally:
         _end(process)
     sys.exit(process.returncode if process.returncode >= 0 else 128 - process.returncode)

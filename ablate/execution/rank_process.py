@@ -74,7 +74,8 @@ def launch(request: TrialRequest, pipe: BinaryIO, method: StartMethod = "fork") 
         )
         try:
             # A fresh interpreter opens the pipe by its path: it inherits no descriptor of it.
-            elastic_launch(config, _run_rank)(request, f"/proc/{os.getpid()}/fd/{pipe.fileno()}", meeting)
+            path = f"/proc/{os.getpid()}/fd/{pipe.fileno()}"
+            elastic_launch(config, _run_rank)(request, path, meeting)
         except ChildFailedError as error:
             ((rank, failure),) = error.failures.items()
             return RankDied(rank, failure.exitcode)

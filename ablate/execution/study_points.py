@@ -243,7 +243,8 @@ def inside(knobs: Mapping[str, Json], space: Mapping[str, Dimension]) -> dict[st
     applying = {knob for knob, dimension in space.items() if dimension.applies(knobs)}
     if knobs.keys() != applying or not all(space[knob].holds(value) for knob, value in knobs.items()):
         return None
+    point = {knob: knobs[knob] for knob in space if knob in applying}
     return {
         knob: float(value) if isinstance(value, int) and space[knob].kind == "uniform" else value
-        for knob, value in {knob: knobs[knob] for knob in space if knob in applying}.items()
+        for knob, value in point.items()
     }

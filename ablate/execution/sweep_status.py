@@ -173,7 +173,8 @@ def _running_trial(
 def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
     reason, log = member.reason or "", list[str]()
     if member.status != "stopped":
-        log = store.log_tail(member.id, ledger.last_attempt(member.trial) or 1, _LOG_LINES + 1).splitlines()
+        attempt = ledger.last_attempt(member.trial) or 1
+        log = store.log_tail(member.id, attempt, _LOG_LINES + 1).splitlines()
     # Most reasons repeat the last line of the log.
     shown = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]
     return Failure(member.name, member.seed, member.id, member.status, reason, shown)

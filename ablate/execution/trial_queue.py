@@ -123,7 +123,8 @@ class TrialQueue:
     def _rank_arrived(self) -> None:
         for work in self._arrived:
             if self._fork:
-                work = replace(work, part=self.family.computed(work.spec, self._begun) / work.spec.steps)
+                part = self.family.computed(work.spec, self._begun) / work.spec.steps
+                work = replace(work, part=part)
                 self._begun.append(work.spec.id)
             self.countdown.waiting[work.load, work.part] += 1
             points = self.fork_points(work.spec)

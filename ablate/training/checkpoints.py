@@ -207,7 +207,8 @@ class Checkpoints:
         """Return a checkpoint; None if there is none or if it cannot be used. Such a file is renamed, and a
         line on standard output, which is the trial's log, gives the reason."""
         try:
-            self._refuse(path, unsealed(path))
+            about = unsealed(path)
+            self._refuse(path, about)
             state: RunState = torch.load(path, map_location="cpu", weights_only=True)
             return state
         except FileNotFoundError:

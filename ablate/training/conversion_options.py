@@ -56,11 +56,12 @@ class ConversionOptions:
         """Raise ValueError if the recipe needs facts of the run that are not given, or a workload's loop."""
         recipe, run = self.recipe, self.run
         for phase in recipe.schedule:
+            kind = tag(phase.start)
             lacking = {
                 "fraction": "steps" if run is None else None,
                 "tokens": "tokens_per_step" if run is None or run.tokens_per_step == 1 else None,
                 "decay": "decay_start" if run is None or run.decay is None else None,
-            }.get(tag(phase.start))
+            }.get(kind)
             if lacking:
                 raise ValueError(
                     f"the recipe's schedule has a phase that starts at {phase.start};"

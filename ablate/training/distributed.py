@@ -257,7 +257,8 @@ def gathered(state: object, kept: bool) -> Any:
     CPU. Collective. Ranks with `kept` False get None for each sharded tensor. Tensors are gathered one after
     the other, since a sharded model may be larger than one GPU."""
     if in_parts(state):
-        return whole(state).cpu() if kept else None
+        full = whole(state)
+        return full.cpu() if kept else None
     if isinstance(state, dict):
         return {key: gathered(value, kept) for key, value in state.items()}
     return [gathered(value, kept) for value in state] if isinstance(state, list) else state

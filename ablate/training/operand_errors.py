@@ -192,7 +192,8 @@ class Caster:
         if not draws:
             return error, error
         # A square of fp32 underflows below 1e-19.
-        return error, (halves[0].double() * halves[1].double()).sum().item() / (count // 2) ** 2 / power
+        inner = (halves[0].double() * halves[1].double()).sum().item()
+        return error, inner / (count // 2) ** 2 / power
 
     def _made(self, name: str, source: Tensor, cast: Cast, batch: int, draw: int) -> Tensor:
         """Return an operand as its product receives it, rotated back, fp32 [rows, contraction]."""
@@ -208,7 +209,8 @@ class Caster:
         layer = self._layers[name]
         layer.clock.step = draw * _APART + batch
         layer.histories[slot] = self._histories[name, cast, draw]
-        return layer.whole(layer.operand(source, slot, quant, rotation), slot, rotation, source.shape[1])
+        parts = layer.operand(source, slot, quant, rotation)
+        return layer.whole(parts, slot, rotation, source.shape[1])
 
 
 def _power(a: Tensor) -> float:
@@ -232,7 +234,8 @@ class RecipeErrors:
 
     def by_layer(self, bias: bool = False) -> NDArray[np.float64]:
         """Return error or bias of each layer, summed over the operands, mean over the batches."""
-        return (self.bias if bias else self.error).sum(axis=2).mean(axis=1)
+        total: NDArray[np.float64] = (self.bias if bias else self.error).sum(axis=2).mean(axis=1)
+        return total
 
     def by_product(self) -> dict[str, float]:
         """Return the error of each product, mean over layers and batches."""

@@ -172,7 +172,8 @@ def _repeats(trial: _Trial) -> Promise:
 def _empty(trial: _Trial) -> Promise | None:
     if trial.field == "outer.statistic":  # never asked of an empty tensor
         return None
-    return Promise("", trial.made(trial.main[:0]).numel() == 0, "no rows in, no rows out")
+    made = trial.made(trial.main[:0])
+    return Promise("", made.numel() == 0, "no rows in, no rows out")
 
 
 def _not_finite(trial: _Trial) -> Promise:

@@ -241,7 +241,8 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call
     @torch.no_grad()
     def forward_casts() -> None:
         a = layer.operand(x, "fprop.x", forward.x, forward.hadamard)
-        encode(a, layer.weight_operand("fprop.w", forward.w, forward.hadamard, layer.weight), forward.gemm)
+        b = layer.weight_operand("fprop.w", forward.w, forward.hadamard, layer.weight)
+        encode(a, b, forward.gemm)
 
     @torch.no_grad()
     def backward_casts() -> None:

@@ -64,7 +64,8 @@ def compare(first: RecipeErrors, second: RecipeErrors, margin: float = MARGIN) -
     error = _sign(first.by_layer() - second.by_layer(), least)
     if not error:
         return Order.CLOSE
-    if error * _sign(first.by_layer(bias=True) - second.by_layer(bias=True), least) < 0:
+    bias = _sign(first.by_layer(bias=True) - second.by_layer(bias=True), least)
+    if error * bias < 0:
         return Order.BIAS
     return Order.FIRST if error < 0 else Order.SECOND
 

@@ -90,7 +90,8 @@ class Runs:
         """Files that the runs have read and whose content is not in a trial's identity."""
         if not self.workload.own_code:
             return []
-        return unseen(self._opened, {path.resolve() for path in self.workload.files()}, self._since)
+        known = {path.resolve() for path in self.workload.files()}
+        return unseen(self._opened, known, self._since)
 
     def records(
         self,

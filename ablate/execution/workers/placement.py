@@ -36,7 +36,9 @@ class Need:
     def of(cls, gpus: float, ranks: int | None) -> "Need":
         """Return the need of a trial on `gpus` GPUs: one rank a GPU, part of one GPU, all for one rank if
         `ranks` is 1, or `ranks` ranks on CPUs."""
-        return cls(1.0, round(gpus)) if gpus > 1 and ranks != 1 else cls(float(gpus), ranks or 1)
+        if gpus > 1 and ranks != 1:
+            return cls(1.0, round(gpus))
+        return cls(float(gpus), ranks or 1)
 
     @property
     def kind(self) -> str:

@@ -185,11 +185,12 @@ def facts(source: TextSource) -> DataFacts:
     counts["vocabulary"] = corpus.vocab
     if corpus.bytes_per_token:
         counts["bytes per token"] = round(corpus.bytes_per_token, 4)
+    columns = {"token": f"integer from 0 to {corpus.vocab - 1}"}
     return {
         "name": redact(name),
         "type": kind,
         "source": {key: redact(value) for key, value in location.items() if value},
-        "columns": {"token": f"integer from 0 to {corpus.vocab - 1}"},
+        "columns": columns,
         "counts": counts,
     }
 

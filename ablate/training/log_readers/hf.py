@@ -113,7 +113,8 @@ class _Epoch:
 def state_records(text: str) -> Iterator[LogRecord]:
     """Yield the records of a `trainer_state.json`. Unreadable if it is not one."""
     try:
-        for entry in json.loads(text)["log_history"]:
+        history = json.loads(text)["log_history"]
+        for entry in history:
             fields = {name: value for name, value in entry.items() if not isinstance(value, bool)}
             if metrics := _metrics({name: repr(value) for name, value in fields.items()}):
                 if type(fields["step"]) is not int or fields["step"] < 0:

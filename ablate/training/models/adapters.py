@@ -32,4 +32,5 @@ def adapt(
 def save(model: nn.Module, folder: Path) -> None:
     """Write a model of `transformers`, or one from `adapt`, its adapters merged in place, into a folder that
     `transformers` loads and that is made if it does not exist. OSError if a file cannot be written."""
-    (model.merge_and_unload() if hasattr(model, "merge_and_unload") else model).save_pretrained(folder)
+    plain = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    plain.save_pretrained(folder)

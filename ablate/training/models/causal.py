@@ -52,7 +52,8 @@ def outlined(source: ModelSource, vocab: int | None) -> Outline:
         )
     with torch.device("meta"):
         model = _from_config(config)
-    every = {*quantisable(model), *experts.outlined(model)}
+    linears = quantisable(model)
+    every = {*linears, *experts.outlined(model)}
     names = [name for name, _ in model.named_modules() if name in every]
     if not names:
         _, left = _coverage(model, names)
@@ -60,11 +61,13 @@ def outlined(source: ModelSource, vocab: int | None) -> Outline:
             f"{config.model_type} has no linear layer inside numbered blocks that a recipe could apply to;"
             f" its largest matrix, {left}"
         )
+    size = sum(p.numel() for p in model.parameters())
+    context = getattr(config, "max_position_embeddings", None)
     return Outline(
         described(model, names),
-        sum(p.numel() for p in model.parameters()),
+        size,
         config.vocab_size,
-        getattr(config, "max_position_embeddings", None),
+        context,
         *_coverage(model, names),
         _features(model, names),
     )
@@ -74,7 +77,8 @@ def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """Return each distinct number of input or output features of some layers, keyed by its first layer."""
     owners: dict[int, str] = {}
     for name in names:
-        inputs, outputs = features(model.get_submodule(name))
+        layer = model.get_submodule(name)
+        inputs, outputs = features(layer)
         owners.setdefault(inputs, f"{name} in")
         owners.setdefault(outputs, f"{name} out")
     return {owner: count for count, owner in owners.items()}

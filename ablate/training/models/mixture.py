@@ -64,7 +64,8 @@ def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
     its factor. `transformers` adds up pairs instead, so its loss for Mixtral is top_k times this one.
     """
     count = probabilities.shape[1]
-    return count * (loads(index, count) / index.numel() * probabilities.mean(0)).sum()
+    load = loads(index, count) / index.numel()
+    return count * (load * probabilities.mean(0)).sum()
 
 
 class Experts(nn.Module):

@@ -125,7 +125,8 @@ def with_exports(
     for export in made.values():
         variables |= export.variables
     if any(export.imported for export in made.values()):
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+        paths = (str(folder), os.environ.get("PYTHONPATH"))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not reasons:
         words = fill({stack: export.options for stack, export in made.items()})
         environment = in_force(os.environ, variables)

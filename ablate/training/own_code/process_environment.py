@@ -81,7 +81,8 @@ def log(metrics: Mapping[str, object], step: int) -> None:
 
 def in_force(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """Return environment variables after changes, of which None removes a variable."""
-    return {name: value for name, value in {**environment, **changes}.items() if value is not None}
+    changed = {**environment, **changes}
+    return {name: value for name, value in changed.items() if value is not None}
 
 
 def _recipe_file() -> bytes | None:

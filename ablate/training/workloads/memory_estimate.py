@@ -49,7 +49,8 @@ def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | 
     if config.experts is not None:
         return None
     matrices, vocab = config.parameters(), config.corpus.vocab
-    norms = config.layers * 2 * (config.width + config.width // config.heads) + config.width
+    heads = config.width // config.heads
+    norms = config.layers * 2 * (config.width + heads) + config.width
     around = 2 * vocab * config.width
     weights = matrices + around + norms
     in_muon = matrices if config.optimizer == "muon" else 0

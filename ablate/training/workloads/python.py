@@ -230,7 +230,8 @@ def misfit(code: Code) -> str | None:
         return f"{path} has no function {function!r} at its top level; {nearest(function, known)}"
     taken = known[function].args
     parameters = [*taken.posonlyargs, *taken.args]
-    if not parameters or len(parameters) - len(taken.defaults) > 2:
+    required = len(parameters) - len(taken.defaults)
+    if not parameters or required > 2:
         where = f"{path}:{known[function].lineno}"
         return f"{where}: {function} must take one argument, the trial, or two: trial and config"
     return None

@@ -368,8 +368,9 @@ class _Means:
         result = {}
         for slot, total in self.sums.items():
             x = self.layer.rotated(self.tensors[slot], slot, self._rotation(slot)).double()
+            mean = total[: x.shape[0], : x.shape[1]] / draws
             self.curves[slot][draws] = result[_mean_metric(slot, "rel_mse")] = (
-                (x - total[: x.shape[0], : x.shape[1]] / draws).square().sum() / x.square().sum()
+                (x - mean).square().sum() / x.square().sum()
             ).item()
         return result
 

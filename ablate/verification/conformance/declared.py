@@ -74,7 +74,8 @@ def _tensor_amax(x: Tensor, quant: Quant) -> Tensor:
 
 
 def _element(y: Tensor, quant: Quant) -> Tensor:
-    return (rounding.away if quant.rounding == "away" else rounding.nearest)(y, ELEMENTS[quant.element])
+    rule = rounding.away if quant.rounding == "away" else rounding.nearest
+    return rule(y, ELEMENTS[quant.element])
 
 
 def _decode(codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
@@ -125,8 +126,9 @@ class Computation:
             s = self.scale(a, outer, known, quant)
             y = self.scaled(tiles, s, outer, known, quant)
             codes = _element(y if quant.range.prescale == 1 else y * quant.range.prescale, quant)
+        values = _decode(codes, s, outer, amax, quant)
         return Numbers(
-            _decode(codes, s, outer, amax, quant).reshape(padded.shape)[:rows, :columns],
+            values.reshape(padded.shape)[:rows, :columns],
             codes.reshape(padded.shape)[:rows, :columns],
             s[:, 0, :, 0].repeat_interleave(high, 0)[:rows],
         )

@@ -36,7 +36,8 @@ def faulty() -> Subject:
         assert right.grouped is not None
         y, dx, dw = right.grouped(x, w, dy, offsets)
         sizes = torch.diff(offsets, prepend=offsets.new_zeros(1)).tolist()
-        made = [operands(recipe, *one) for one in zip(x.split(sizes), w, dy.split(sizes), strict=True)]
+        parts = zip(x.split(sizes), w, dy.split(sizes), strict=True)
+        made = [operands(recipe, *one) for one in parts]
         columnwise = (packed_scales([one[slot] for one in made]) for slot in PAIRS["dw"])
         for expert, (a, b) in enumerate(zip(*columnwise, strict=True)):
             a, b = (replace(one, values=one.values.bfloat16()) for one in (a, b))

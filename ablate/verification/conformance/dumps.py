@@ -93,7 +93,8 @@ def captured(folder: Path) -> Capture:
 
 def _order(rank: int, step: int, name: str) -> tuple[int, int, list[tuple[str, int]]]:
     parts = _NUMBER.split(name)
-    return rank, step, [*zip(parts[::2], map(int, [*parts[1::2], "0"]), strict=True)]
+    numbers = map(int, [*parts[1::2], "0"])
+    return rank, step, [*zip(parts[::2], numbers, strict=True)]
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:

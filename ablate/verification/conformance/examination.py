@@ -204,7 +204,8 @@ class Examination:
     def pair(self, x: Tensor, quant: Quant, name: str = "cast", where: str = "", **more: Any) -> Pair:
         """Cast one tensor by the subject and by the recipe, and compare."""
         kept = x.clone()  # the subject may change x, and gets it as it is: a copy of a view is contiguous
-        return compared(kept, self.cast(x, quant, name, **more), quant, where)
+        got = self.cast(x, quant, name, **more)
+        return compared(kept, got, quant, where)
 
     def judged(self, pairs: Sequence[Pair]) -> Row:
         """Return the row of some casts: failed if any differs, unless declared variants explain all."""

@@ -48,7 +48,8 @@ def element_ties(rows: int, columns: int, quant: Quant, seed: int) -> Tensor:
     middles = (points[1:] + points[:-1]) / 2
     choices = torch.cat((points, middles, middles))
     picks = torch.randint(len(choices), (rows, columns), generator=generator)
-    x = choices[picks] * (1.0 - 2.0 * torch.randint(2, (rows, columns), generator=generator))
+    signs = 1.0 - 2.0 * torch.randint(2, (rows, columns), generator=generator)
+    x = choices[picks] * signs
     x[:, ::length] = element.max
     exponents = torch.randint(-4, 1, (rows, -(-columns // length)), generator=generator)
     exponents[0, 0] = 0
@@ -81,9 +82,10 @@ def scale_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
     whole = (torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound) / amax)[:, None, None]
     six = torch.full_like(a, 6.0)
     hits = nearest(a * (whole * torch.full_like(whole, 1 / 6.0)), scale) != nearest(a / six * whole, scale)
+    best = hits.flatten(1).sum(1).topk(4).indices.tolist()
     return [
         from_amaxes(a[hits[number]], float(amax[number]), quant, rows, columns)
-        for number in hits.flatten(1).sum(1).topk(4).indices.tolist()
+        for number in best
         if hits[number].any()
     ]
 

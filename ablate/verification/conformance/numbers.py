@@ -205,7 +205,8 @@ class Differences:
         """Return row and block of the first difference in row-major order; None if there is none."""
         rows, columns = self.elements.shape
         padded = torch.nn.functional.pad(self.elements, (0, -columns % length))
-        where = (padded.view(rows, -1, length).any(dim=2) | self.blocks).nonzero()
+        hit = padded.view(rows, -1, length).any(dim=2) | self.blocks
+        where = hit.nonzero()
         return (int(where[0, 0]), int(where[0, 1])) if len(where) else None
 
 

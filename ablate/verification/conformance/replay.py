@@ -225,7 +225,8 @@ class _Product:
         if not m.isfinite().all() or _zero_tiles(m, made[0]):
             return False
         if len(made) == 1:
-            return (m - made[0]).norm().item() <= self.slack * made[0].norm().item() + 2.0**-9 * rounded
+            norm = made[0].norm().item()
+            return (m - made[0]).norm().item() <= self.slack * norm + 2.0**-9 * rounded
         others = [torch.stack([y for y in made if y is not own]).mean(0) for own in made]
         each = [_distance(y, mean, len(made) - 1) for y, mean in zip(made, others, strict=True)]
         mean, own = statistics.mean(each), _distance(m, torch.stack(made).mean(0), len(made))

@@ -103,9 +103,10 @@ def names() -> dict[str, Callable[[str], Subject]]:
 def _named(text: str, recipe: str) -> Subject:
     known = names()
     if text.endswith(".py"):
+        things = vars(_opened(text, text)).items()
         own = [
             name
-            for name, thing in vars(_opened(text, text)).items()
+            for name, thing in things
             if isinstance(thing, Subject)
             or (inspect.isfunction(thing) and thing.__module__ == Path(text).stem)
         ]

@@ -167,7 +167,8 @@ def _ran(native: Native, bench: Bench, products: Products) -> Iterator[tuple[str
     for number, shape in enumerate(bench.products):
         sample = draw_sample(shape, number, bench.device)
         layer = _layer(native, sample, products)
-        layer(sample.x.clone().requires_grad_()).backward(sample.dy)
+        x = sample.x.clone().requires_grad_()
+        layer(x).backward(sample.dy)
         yield " x ".join(map(str, shape)), layer
 
 
@@ -203,7 +204,8 @@ def _products(native: Native, bench: Bench, name: str, products: Products) -> It
             length = max(a.values.shape[1], b.values.shape[1])
             left, right = (part.dequantize().detach().abs().double() for part in (a, b))
             width = min(left.shape[1], right.shape[1])  # beyond it one of them is zero
-            sums = Sums(left[:, :width] @ right[:, :width].t(), length, bench.fast_sums and family == "fp8")
+            magnitudes = left[:, :width] @ right[:, :width].t()
+            sums = Sums(magnitudes, length, bench.fast_sums and family == "fp8")
             step = STEP if out == torch.bfloat16 else 0.0
             found = apart(ours, theirs, sums, step)
             if found.excess > worst:

@@ -174,7 +174,8 @@ def _casts_given(bench: Examination) -> Row:
         got = bench.cast(x, quant, "cast_given", amax=torch.tensor(amax))
         if got.values is None and got.outer is not None:  # the factor is a result of the amax as well
             got = replace(got, values=got.dequantised(quant.tile[1]))
-        pairs.append(compared(x, got, quant.model_copy(update={"outer": outer}), f"amax given as {amax:.6g}"))
+        static = quant.model_copy(update={"outer": outer})
+        pairs.append(compared(x, got, static, f"amax given as {amax:.6g}"))
     return bench.judged(pairs)
 
 
