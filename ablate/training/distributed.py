@@ -257,7 +257,7 @@ def gathered(state: object, kept: bool) -> Any:
     CPU. Collective. Ranks with `kept` False get None for each sharded tensor. Tensors are gathered one after
     the other, since a sharded model may be larger than one GPU."""
     if in_parts(state):
-        full = whole(state)
+        full = whole(state)  # ranks that keep nothing take part, too
         return full.cpu() if kept else None
     if isinstance(state, dict):
         return {key: gathered(value, kept) for key, value in state.items()}
