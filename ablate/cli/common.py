@@ -28,7 +28,7 @@ from ablate.errors import InputError, brief, printable
 from ablate.files import ensure_home, finite, full
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 3, 130, 141, 143
-_IMPORT_SECONDS = 10.0
+_IMPORT_SECONDS = 20.0
 """Longest wait for the end of an import at a signal."""
 _POLL_SECONDS = 0.05
 
@@ -126,7 +126,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _raising(number: int, error: Callable[[], BaseException]) -> Iterator[None]:
-    """Raise `error()` at this signal within the block, once no import is in progress, or after 10 seconds:
+    """Raise `error()` at this signal within the block, once no import is in progress, or after 20 seconds:
     an exception within an import leaves half a module, and in C++ of torch's it aborts the process."""
     deadline = math.inf
 
