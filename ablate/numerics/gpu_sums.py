@@ -94,10 +94,10 @@ def launched(
 def of_product(y: Tensor, exact: Tensor) -> Tensor | None:
     """Return <exact, exact>, <y, exact> and |y - exact|^2, fp64 [3], of a bf16 or fp32 y and an exact one in
     fp32; None if no kernel takes them."""
-    from ablate.numerics.kernels import sums as device_code
-
     if exact.dtype != torch.float32 or not (cuda.can_take(y) and y.is_contiguous() and exact.is_contiguous()):
         return None
+    from ablate.numerics.kernels import sums as device_code  # needs Triton
+
     programs = -(-y.numel() // device_code.SIZE)
     made = torch.empty(programs, 3, dtype=torch.float64, device=y.device)
     with torch.cuda.device_of(y):

@@ -3,12 +3,15 @@
 import itertools
 import math
 import random
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
 import torch
 from oracles import te
 from support.cases import every
+from support.experiments import environment
 from support.linears import ANYWHERE, Each, Watch, drawn, exact, layer, run
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -782,3 +785,30 @@ def test_counts_of_all_layers_are_read_by_as_many_operations_as_one(operands):
             number + min(number, operands) for number in range(layers)
         ]
     assert operations[0] == operations[1]
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+import ablate
+
+for name in ablate.presets():
+    if name in ("fp4_all_the_way", "nemotron3_super"):  # one waits for a gradient, one names attention
+        continue
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(3)))
+    run = ablate.convert(model, name, seed=0, steps=2, measure_every=1)
+    with run.step():
+        model(torch.randn(32, 64)).square().mean().backward()
+    assert run.metrics(), name
+    print(name)
+"""
+
+
+def test_every_preset_is_measured_on_a_cpu_without_triton():
+    """As in the environment of a demo: Triton comes with torch's builds for GPUs, and with the tests."""
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == len(PRESETS) - 2
