@@ -51,7 +51,7 @@ def run(command: Callable[[], None]) -> None:
         # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
         # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.
         eval("0")
-    with suppress(OSError):  # its disk is full, too: the status tells
+    with suppress(OSError):  # its disk is full as well; the status remains
         print(printable(why), file=sys.stderr)
     sys.exit(BAD_INPUT)
 
