@@ -348,3 +348,19 @@ def test_a_line_that_is_no_request_is_refused_and_the_next_is_served(tmp_path):
         child.stdin.close()
     assert [end.status for end in ends] == [1, 0]
     assert "malformed request for a trial" in ends[0].reason
+
+
+UNREHEARSED = """
+from ablate.execution import trial_process
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.recipes import PRESETS
+
+PRESETS.pop("nvfp4")  # a KeyError in the rehearsal
+trial_process.main(TrialSpec.parse)
+"""
+
+
+def test_a_rehearsal_that_fails_leaves_the_fault_to_the_trials_that_have_it(tmp_path):
+    supervisor = Supervisor((sys.executable, "-c", UNREHEARSED))
+    assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
+    shut(supervisor)
