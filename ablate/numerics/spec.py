@@ -39,7 +39,7 @@ from ablate.numerics.words import (
     tagged,
 )
 
-VERSION = 1
+VERSION = 2
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every
 trial's id."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]

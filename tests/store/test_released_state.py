@@ -33,8 +33,8 @@ from ablate.training.workloads import WORKLOADS
 from ablate.version import __version__
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-SWEEP = {"seeds": 2, "ablate": {"rht": [True]}}
-"""Keys of the sweep: bf16 and one arm at two seeds, 4 trials."""
+SWEEP = {"seeds": 2, "ablate": {"rht": [True]}, "telemetry": None}
+"""Keys of the sweep: bf16 and one arm at two seeds, 4 trials, with rows for each tensor."""
 
 
 @pytest.fixture(params=sorted(GOLDEN.glob("state_*.tar.gz")), ids=lambda path: path.name)
