@@ -106,7 +106,7 @@ def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) ->
         }
         by_seed = {seed: extra_tokens(*pair) for seed, pair in both.items() if min(map(len, pair)) > 2}
         mean = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), arm.interval)
-        if mean.pairs:
+        if 0 < mean.pairs == len(by_seed):  # a mean without the seeds that never get there is of the fastest
             cells[arm.name] = (percents(mean), mean.mean)
     return cells
 

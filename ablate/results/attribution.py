@@ -240,25 +240,23 @@ def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> flo
     share: 0.1 for 10 % more; NaN if the curves, loss by tokens seen in ascending order, never reach the same
     loss. Points at 0 tokens are left out, since they have no logarithm.
 
-    The loss of an arm that ends worse at T tokens was reached by the baseline after fewer tokens T': the
-    share is T / T' - 1. An arm that ends better reached the baseline's last loss after T'' tokens: T'' / T -
-    1, which is negative. Between two evaluations the loss is assumed to fall with the logarithm of the
-    tokens. If the learning rate decays at the end, the share is an upper bound: a shorter run would have
-    decayed sooner.
+    The curve of the arm that ends better is read twice: the share is its tokens at the baseline's last loss
+    over those at the arm's, minus 1, which is negative if the arm ends better. Both are read where the curve
+    last falls to a loss, also its own last one, so that an end that rises alike in both is no difference.
+    Between two evaluations the loss is assumed to fall with the logarithm of the tokens. If the learning rate
+    decays at the end, the share is an upper bound: a shorter run would have decayed sooner.
     """
     arm, baseline = ({t: loss for t, loss in curve.items() if t > 0} for curve in (arm, baseline))
     if not arm or not baseline:
         return math.nan
-    tokens = min(max(arm), max(baseline))
-    ends = arm[max(arm)], baseline[max(baseline)]
-    if ends[0] >= ends[1]:
-        return tokens / _reaches(baseline, ends[0]) - 1
-    return _reaches(arm, ends[1]) / tokens - 1
+    own, other = arm[max(arm)], baseline[max(baseline)]
+    better = arm if own < other else baseline
+    return _reaches(better, other) / _reaches(better, own) - 1
 
 
 def _reaches(curve: Mapping[int, float], loss: float) -> float:
-    """Return the number of tokens after which a curve has this loss for the last time; NaN if it never
-    has."""
+    """Return the number of tokens after which a curve falls to this loss for the last time; NaN if it never
+    does."""
     for (t0, y0), (t1, y1) in reversed(list(itertools.pairwise(sorted(curve.items())))):
         if y1 <= loss <= y0:
             return t1 if y0 == y1 else math.exp(math.log(t0) + (y0 - loss) / (y0 - y1) * math.log(t1 / t0))

@@ -516,6 +516,14 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
     assert row["in percent"][1] == pytest.approx(sum(WORSE[s] / BASE[s] - 1 for s in BASE) / 4)
 
 
+def test_no_tokens_to_match_if_the_baseline_never_was_as_bad_as_one_seed(book):
+    add(book, "bf16", BASE, None)
+    add(book, "mxfp4", WORSE | {3: 13.0})
+    row = cells(Answer(book).effects())[1]
+    assert row["gap to baseline"][1] > 2
+    assert not row.get("tokens to match")
+
+
 @pytest.mark.parametrize(
     ("fill", "expected"),
     [

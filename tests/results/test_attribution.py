@@ -153,6 +153,22 @@ def test_tokens_to_match_on_curves_that_fall_with_the_logarithm():
     assert math.isnan(extra_tokens({0: 1.0}, start | base))
 
 
+def test_nearly_equal_curves_need_nearly_equal_tokens_where_both_rise_at_the_end():
+    base = {10: 4.0, 20: 3.0, 40: 3.1}
+    assert extra_tokens(base, base) == 0
+    for shift in (1e-4, -1e-4):  # where it last falls, the loss falls by one nat while the tokens double
+        moved = {tokens: loss + shift for tokens, loss in base.items()}
+        assert extra_tokens(moved, base) == pytest.approx(2**shift - 1)
+    for one, other in ((base, base | {40: math.nan}), (base | {40: math.nan}, base)):
+        assert math.isnan(extra_tokens(one, other))
+
+
+def test_an_arm_that_rises_alone_pays_for_all_tokens_since_its_baseline_had_that_loss():
+    base = {10: 4.0, 20: 3.0, 40: 2.9}
+    assert extra_tokens(base | {40: 3.5}, base) == pytest.approx(40 / (10 * 2**0.5) - 1)
+    assert extra_tokens(base, base | {40: 3.5}) == pytest.approx(10 * 2**0.5 / 40 - 1)
+
+
 def test_the_front_is_what_nothing_beats():
     points = {"a": (1.0, 5.0), "b": (2.0, 9.0), "c": (2.0, 4.0), "d": (0.5, math.nan), "e": (1.0, 5.0)}
     assert front(points, (1, -1)) == ["a", "b", "e"]
