@@ -68,7 +68,7 @@ def map_parts(sweep: Measurements) -> list[Part]:
             "ranked": "yes" if cell.ranked else "no",
             VERDICT: verdict_text(cell.verdict, short=True),
         }
-        for cell in sorted(found.cells, key=lambda cell: -cell.shrunk)
+        for cell in sorted(found.cells, key=lambda cell: cell.shrunk, reverse=metric.direction == "minimize")
     ]
     drawing = tinted_map([part or _ALL for part in found.columns], rows)
     picture = _drawn(inline(title), drawing, note, Table.of("map", numbers))
@@ -125,7 +125,9 @@ def _sentences(found: Sensitivity, unit: str) -> Iterator[str]:
             f"All cells at once cost {minus(interval(found.everything))}{word}. The sum of the cells differs"
             f" from that by {minus(interval(found.excess))}"
             + (
-                ": within this, damage adds up."
+                ", without an interval: too few seeds say if damage adds up."
+                if not found.excess.has_interval
+                else ": within this, damage adds up."
                 if found.excess.low <= 0 <= found.excess.high
                 else ", so damage does not add up."
             )

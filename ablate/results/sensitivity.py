@@ -85,6 +85,7 @@ class MappedCell:
     """Damage at the amplified error."""
     verdict: Verdict
     shrunk: float
+    """Damage, pulled towards the mean of its class, in the metric's unit like `total`."""
     parts: Damage | None
     """Direct and learnt damage; None without a reading in high precision."""
     ranked: bool
@@ -149,8 +150,8 @@ def sensitivity(sweep: Comparisons) -> Sensitivity | None:
     baseline = next(arm for arm in sweep.arms if arm.name == ours[0].baseline)
     seeds = _shared([baseline, *ours])
     table = np.array([[arm.values[seed] - baseline.values[seed] for seed in seeds] for arm in ours])
-    if sweep.metric.direction == "maximize":
-        table = -table
+    sign = 1 if sweep.metric.direction == "minimize" else -1
+    table *= sign  # damage is positive
     places = [_place(arm.name) for arm in ours]
     classes = [part.partition(".")[0] for _, part in places]
     kinds = dict.fromkeys(classes)
@@ -165,7 +166,7 @@ def sensitivity(sweep: Comparisons) -> Sensitivity | None:
     }
     cells = [
         MappedCell(
-            arm.name, *place, arm.gap, arm.verdict, float(pulled), parts.get(arm.name),
+            arm.name, *place, arm.gap, arm.verdict, sign * float(pulled), parts.get(arm.name),
             rankings[place[1].partition(".")[0]].holds or number in leaders,
         )
         for number, (arm, place, pulled) in enumerate(zip(ours, places, shrunk, strict=True))
@@ -177,7 +178,7 @@ def sensitivity(sweep: Comparisons) -> Sensitivity | None:
         cells,
         rankings,
         None if first is None else cells[first],
-        math.nan if first is None else _fresh(table[[c == classes[first] for c in classes]]),
+        math.nan if first is None else sign * _fresh(table[[c == classes[first] for c in classes]]),
         whole.gap if whole else None,
         _excess(ours, whole, baseline, seeds) if whole else None,
         plain.gap if plain else None,

@@ -24,10 +24,12 @@ TRUTH = {(block, product): size * (3 - block) for block in range(3) for product,
     PRODUCTS, (0.004, 0.001, 0.002), strict=True)}  # fmt: skip
 
 
-def made_up(folder, truth=TRUTH, noise=0.0003, seeds=8, draw=0, excess=0.0):
+def made_up(folder, truth=TRUTH, noise=0.0003, seeds=8, draw=0, excess=0.0, metric="val/loss", sign=1):
     """A map whose cells have a known damage, in a ledger; all cells at once cost their sum less `excess`."""
     book = Ledger(folder / "map" / "ledger.db")
-    book.describe(metric='{"name": "val/loss"}', question="Where?", map=Map().model_dump_json())
+    direction = "minimize" if sign > 0 else "maximize"
+    named = json.dumps({"name": metric, "direction": direction})
+    book.describe(metric=named, question="Where?", map=Map().model_dump_json())
     random = np.random.default_rng(draw)
     names = {f"block {block} {product}": size for (block, product), size in truth.items()}
     arms = {"bf16": 0.0, **names, "everything": sum(names.values()) - excess}
@@ -37,8 +39,8 @@ def made_up(folder, truth=TRUTH, noise=0.0003, seeds=8, draw=0, excess=0.0):
         arm = book.add_arm(name, knobs, base, None, "listed" if number else "baseline")
         base = arm if base is None else base
         for seed in range(seeds):
-            loss = 3 + 0.01 * seed + size + random.normal(0, noise / 2**0.5)
-            member(book, arm, seed, [(10, {"val/loss": loss})], spec=SPEC)
+            value = sign * (3 + 0.01 * seed + size + random.normal(0, noise / 2**0.5))
+            member(book, arm, seed, [(10, {metric: value})], spec=SPEC)
     return Comparisons(book)
 
 
@@ -57,6 +59,33 @@ def test_a_map_of_a_known_damage_ranks_it(tmp_path):
 def test_what_does_not_add_up_shows(tmp_path):
     found = sensitivity(made_up(tmp_path, excess=0.01))
     assert found.excess.low > 0.008
+
+
+def test_a_map_of_a_metric_of_which_more_is_better_is_its_mirror_image(tmp_path):
+    loss, score = (
+        made_up(tmp_path / metric, metric=f"val/{metric}", sign=sign)
+        for metric, sign in (("loss", 1), ("score", -1))
+    )
+    found, mirrored = sensitivity(loss), sensitivity(score)
+    assert mirrored.first.name == found.first.name
+    assert mirrored.fresh == pytest.approx(-found.fresh)
+    for one, other in zip(found.cells, mirrored.cells, strict=True):
+        assert (other.total.mean, other.shrunk) == pytest.approx((-one.total.mean, -one.shrunk))
+    tables = [map_parts(Answer(found_ledger(tmp_path / name)))[0].table for name in ("loss", "score")]
+    first, second = ([row["cell"] for row in table.rows] for table in tables)
+    assert first == second
+
+
+@pytest.mark.parametrize(("seeds", "said"), [(2, "too few seeds say"), (8, ": within this, damage adds up")])
+def test_damage_of_too_few_seeds_is_not_said_to_add_up_or_not(tmp_path, seeds, said):
+    made_up(tmp_path, seeds=seeds)
+    (line,) = (
+        line
+        for line in map_parts(Answer(found_ledger(tmp_path)))[1].markdown().splitlines()
+        if "at once" in line
+    )
+    assert said in line
+    assert "does not add up" not in line
 
 
 @pytest.mark.parametrize(("cells", "seeds"), [(3, 4), (3, 8), (4, 8), (9, 16)])
