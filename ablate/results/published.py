@@ -1,7 +1,7 @@
 """Published figures and orderings beside a sweep's measurements, each with a verdict on their agreement."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -102,7 +102,10 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
     metrics |= {
         figure.metric: Metric(name=figure.metric) for figure in figures if figure.metric not in metrics
     }
-    arms = {name: summaries(ledger, metrics[name]) for name in {figure.metric for figure in figures}}
+    arms = {
+        name: {arm.name: arm for arm in summaries(ledger, metrics[name])}
+        for name in {figure.metric for figure in figures}
+    }
     lines = [_replication(ledger, figure, metrics[figure.metric], arms[figure.metric]) for figure in figures]
     nothing = paired_difference({}, {})  # its p-values are NaN, which are no comparisons
     compared = [
@@ -119,16 +122,16 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
 
 
 def _replication(
-    ledger: Ledger, figure: Published, metric: Metric, arms: Iterable[ArmSummary]
+    ledger: Ledger, figure: Published, metric: Metric, arms: Mapping[str, ArmSummary]
 ) -> Replication:
     """Return a figure beside its measurement. That of two arms has no verdict yet."""
-    values, kind = _measured(ledger, figure, figure.arm), interval_of(ledger)
-    learned = not nothing_learned([arm for arm in arms if arm.name in (figure.arm, figure.against)])
+    values, kind = _measured(ledger, figure, arms.get(figure.arm)), interval_of(ledger)
+    learned = not nothing_learned([arms[name] for name in (figure.arm, figure.against) if name in arms])
     if figure.against is None:
         measured = paired_difference(values, dict.fromkeys(values, 0.0), kind)
         verdict = _alike(figure, measured) if learned else Agreement("unjudged", "nothing_learned")
         return Replication(figure, measured, verdict, learned=learned)
-    other = _measured(ledger, figure, figure.against)
+    other = _measured(ledger, figure, arms.get(figure.against))
     level = mean_of(list(other.values()))
     margin = metric.margin(level)
     whole = paired_difference(values, other).whole  # of the values, not of their shares
@@ -149,16 +152,18 @@ def _replication(
     )
 
 
-def _measured(ledger: Ledger, figure: Published, arm: str) -> dict[int, float]:
-    """Return the figure's metric by seed for one arm, at the figure's step, or at the last."""
-    values = {}
-    for member in ledger.members():
-        if member.name == arm and member.status == "done":
-            series = ledger.series(member.trial, figure.metric)
-            step = max(series, default=0) if figure.step is None else figure.step
-            if math.isfinite(series.get(step, math.nan)):
-                values[member.seed] = series[step]
-    return values
+def _measured(ledger: Ledger, figure: Published, arm: ArmSummary | None) -> dict[int, float]:
+    """Return the figure's metric by seed for one arm, at the figure's step. At the last step these are the
+    arm's values, of which it has none if its runs are not comparable."""
+    if arm is None or figure.step is None:
+        return arm.values if arm else {}
+    series = {
+        member.seed: ledger.series(member.trial, figure.metric)
+        for member in ledger.members()
+        if member.name == arm.name and member.status == "done"
+    }
+    values = {seed: each.get(figure.step, math.nan) for seed, each in series.items()}
+    return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
 def _alike(figure: Published, measured: Difference) -> Agreement:

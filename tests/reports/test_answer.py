@@ -451,6 +451,9 @@ def test_runs_that_end_early_are_named_and_unequal_ones_have_no_verdict(short, a
     pair = summaries(book)
     (of_knob,) = judge_learned([(pair[1].gap, None, pair)], book.facts.metric)
     assert (of_knob.reason == "length") == unequal
+    claim = Published(arm="nvfp4", against="bf16", metric="val/loss", value="lower", source="a paper")
+    (beside,) = replications(book, [claim])
+    assert beside.verdict.kind == ("unjudged" if unequal else "disagrees")
     answer = Answer(book).verdict()
     assert answer.startswith("No answer: nvfp4 ended at an earlier step than other runs") == unequal
 
