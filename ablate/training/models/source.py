@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ablate.cache import digest
+from ablate.cache import digest, key_of
 from ablate.files import user_path
 from ablate.recipes.layers import Layer
 from ablate.training.data.hub import commit_of
@@ -47,12 +47,15 @@ def resolve(source: str) -> tuple[Path | None, str | None]:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """Return a model's identity: the digest of its files, or its commit on the hub; empty for a
-    configuration, which has no weights. OSError if the model cannot be found."""
+    """Return a model's identity: the digest of its files, with the names of its weights if there are several,
+    since the names say which are loaded; or its commit on the hub; empty for a configuration, which has no
+    weights. OSError if the model cannot be found."""
     if not isinstance(source, str):
         return ""
     path, revision = resolve(source)
     if path is None:
         return revision or ""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return digest([file for file in files if file.suffix in (".json", ".safetensors", ".bin")])
+    weights = [file.name for file in files if file.suffix in (".safetensors", ".bin")]
+    content = digest([file for file in files if file.suffix == ".json" or file.name in weights])
+    return content if len(weights) < 2 else key_of(content, weights)

@@ -9,6 +9,7 @@ from ablate.numerics.philox import Clock
 from ablate.recipes.layers import blocks_in
 from ablate.training.models import causal
 from ablate.training.models.described import refuse_giants
+from ablate.training.models.source import fingerprint
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
@@ -77,3 +78,13 @@ def test_a_number_of_modules_that_would_take_gigabytes_is_refused(field):
             refuse_giants(fields)
     with pytest.raises(ValueError, match="hidden_size"):
         refuse_giants({"hidden_size": 1 << 41})
+
+
+def test_weights_under_each_other_s_name_are_another_model(tmp_path):
+    """Only `model.safetensors` is loaded; by name, the other file stands once behind it and once before."""
+    for folder, first, second in (("a", "model", "model_2"), ("b", "model-1", "model")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / f"{first}.safetensors").write_bytes(b"one")
+        (tmp_path / folder / f"{second}.safetensors").write_bytes(b"two")
+    assert fingerprint(str(tmp_path / "a")) != fingerprint(str(tmp_path / "b"))
