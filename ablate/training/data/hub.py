@@ -23,13 +23,15 @@ def local(dataset: str) -> Path | None:
 
 
 def version(dataset: str, revision: str | None, instead: str) -> str:
-    """Return the commit of a dataset, or the digest of a local folder's files.
+    """Return the commit of a dataset, or the digest of a local folder's files and their names, which say what
+    split they are.
 
     The newest commit if `revision` is None; cached for all later calls. OSError, with the alternatives
     without a network (`instead`), if the hub cannot be reached, or has no such dataset or revision.
     """
     if folder := local(dataset):
-        return digest(below(folder))
+        files = below(folder)
+        return key_of(digest(files), [str(file.relative_to(folder)) for file in files])
     asked = partial(latest_commit, "dataset", dataset, revision, instead)
     return remembered(key_of("dataset", dataset, revision), asked)
 

@@ -458,6 +458,18 @@ def test_a_file_that_is_no_tokenizer_is_told(tmp_path):
 # --- datasets -------------------------------------------------------------------------------------
 
 
+def test_files_of_a_dataset_that_change_their_splits_are_another_version_of_it(tmp_path):
+    """In the same order by name, so that their bytes one after the other are the same."""
+    from ablate.training.data import hub
+
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text(split)
+    first = hub.version(str(tmp_path), None, "")
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    (tmp_path / "validation.jsonl").rename(tmp_path / "train.jsonl")
+    assert hub.version(str(tmp_path), None, "") != first
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_dataset_in_a_local_folder_is_read_by_the_library_and_ends_at_the_tokens(tmp_path):
     pytest.importorskip("datasets")
