@@ -12,7 +12,6 @@ table.
 """
 
 import io
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,13 +40,13 @@ class Reconstructed:
 
     @classmethod
     def read(cls, path: Path) -> "Reconstructed | None":
-        """Return the images of a file; None if it has other content."""
+        """Return the images of a file; None if it has other content, or is damaged."""
         try:
             with path.open("rb") as file, np.load(file) as found:
                 one = cls(*(found[name] for name in cls.__dataclass_fields__))
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
+                return one if one._has_form() else None
+        except Exception:  # of whatever class: zipfile, zlib and NumPy raise their own for damage
             return None
-        return one if one._has_form() else None
 
     def _has_form(self) -> bool:
         """Return True if the arrays have the types and shapes that own code is to save."""

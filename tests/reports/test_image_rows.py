@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -54,6 +55,23 @@ def test_arms_with_other_masks_have_a_table_of_their_own(tmp_path):
 def test_a_file_of_other_content_is_left_out(tmp_path, content):
     (tmp_path / "x.npz").write_bytes(content)
     assert image_rows({"a": tmp_path / "x.npz"}) == []
+
+
+def test_a_damaged_file_or_one_of_a_single_array_is_left_out(tmp_path):
+    path = tmp_path / "x.npz"
+    images = dict.fromkeys(("original", "visible", "reconstruction"), ORIGINAL)
+    np.savez_compressed(path, **images, decibels=np.zeros(3))
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 3):  # in deflated data, in headers, in the archive's directory
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        image_rows({"a": path})
+    with path.open("wb") as file:
+        np.save(file, ORIGINAL)
+    assert image_rows({"a": path}) == []
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in (*images, "decibels"):
+            archive.writestr(name, b"no array")
+    assert image_rows({"a": path}) == []
 
 
 @pytest.mark.parametrize(
