@@ -12,6 +12,7 @@ from ablate.experiment.schema import Metric
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.comparison_tables import arm_columns, foremost, judged, needed_cell, published_table
 from ablate.reports.page import Part, Text
+from ablate.reports.plain_text import file_stem
 from ablate.reports.table import Cell, Column, Source, Table, cell
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, extra_tokens, front, main_effects, shares
@@ -84,7 +85,7 @@ def arms_table(sweep: Measurements, metric: Metric | None = None) -> Table:
         " in percent: the gap as a share of the baseline's value at the same seed."
     )
     caption = f"{meaning}{more} {emulated(ledger)}".rstrip()
-    title = f"effects-{metric.name.replace('/', '-')}"
+    title = file_stem("effects", metric.name)
     return judged(title, arms, columns, caption, [] if sweep.running else [arm.colour for arm in arms])
 
 

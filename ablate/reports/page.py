@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ablate.errors import one_line, printable
-from ablate.reports.plain_text import html_text, inline, markdown_cell, markdown_text, pipe_table
+from ablate.reports.plain_text import (
+    file_stem,
+    html_text,
+    inline,
+    markdown_cell,
+    markdown_text,
+    pipe_table,
+)
 
 
 class Part(Protocol):
@@ -159,8 +166,8 @@ class Gallery:
 
     def _copies(self) -> list[str]:
         """Return the file names of the copies. They are distinct."""
-        slugs = (re.sub(r"[^\w.=]+", "-", title) for title, _ in self.pictures)
-        return [f"{self.name}-{number}-{slug}.png" for number, slug in enumerate(slugs, 1)]
+        titles = enumerate((title for title, _ in self.pictures), 1)
+        return [f"{file_stem(self.name, str(number), title)}.png" for number, title in titles]
 
 
 @dataclass(frozen=True)

@@ -464,7 +464,6 @@ PATTERNS = {
     "reports.figures.style": [
         "SVG's metadata, which holds a date",
         "ids within an SVG",
-        "characters that an id does not keep",
         "where a long name may be broken",
     ],
     "training.models.causal": [
@@ -475,7 +474,6 @@ PATTERNS = {
     "reports.page": [
         "characters that an anchor does not keep",
         "the longest fence in a quoted file",
-        "characters that a file name does not keep",
     ],
     "verification.parity": ["characters that a file name does not keep"],
     "verification.gpu_peaks": ["GPU names, as the driver spells them"],
@@ -518,6 +516,7 @@ PATTERNS = {
     "recipes.targets.megatron_precision": ["globs on the number of a block"],
     "recipes.targets.jobs": ["`export NAME=value` in a user's file of variables"],
     "reports.plain_text": [
+        "characters that a file name does not keep",
         "spreadsheet formulas in a user's text",
         "numbers in a text, for their minus signs",
         "Markdown's bold",

@@ -142,6 +142,14 @@ def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
     assert [(tmp_path / "out" / link).read_bytes()[:1] for link in linked] == [b"\0", b"\1", b"\2"]
 
 
+def test_a_copy_of_a_picture_has_a_name_that_a_file_system_takes(tmp_path):
+    (tmp_path / "x.png").write_bytes(b"x")
+    titles = ("lr=0.001 " * 40, "模" * 100, "模" * 99)
+    gallery = Gallery("weights" * 30, [(title, tmp_path / "x.png") for title in titles])
+    gallery.save(tmp_path / "figures")
+    assert len([*(tmp_path / "figures").iterdir()]) == len(titles)
+
+
 @pytest.mark.parametrize(
     "rows", [[], [{"arm": "a", "p": ""}, {"arm": "b", "p": "-"}]], ids=["no row", "names alone"]
 )

@@ -18,7 +18,7 @@ from support.experiments import ledger, sweep, tiny, write
 from ablate.cli.common import Screen
 from ablate.errors import one_line, printable
 from ablate.reports import page
-from ablate.reports.plain_text import csv_cell, markdown_cell
+from ablate.reports.plain_text import csv_cell, file_stem, markdown_cell
 from ablate.reports.table import Table
 
 NASTY = (
@@ -160,6 +160,13 @@ def test_any_text_is_a_cell_of_every_kind(text):
     assert "\n" not in row
     assert not re.search(r"(?<!\\)\||<[a-zA-Z/!?]|\]\(", row)
     assert not re.search("[\x00-\x09\x0b-\x1f]", page.Text(text).html())
+
+
+def test_the_name_of_a_file_fits_a_file_system_and_tells_long_metrics_apart():
+    assert file_stem("curves", "val/loss") == "curves-val-loss"
+    names = {file_stem("curves", f"{letter * 240}/{end}") for letter in "a模" for end in ("loss", "acc")}
+    assert len(names) == 4
+    assert max(len(name.encode()) for name in names) < 240
 
 
 @pytest.mark.parametrize(

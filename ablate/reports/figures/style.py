@@ -32,7 +32,7 @@ from matplotlib.typing import RcKeyType
 from ablate.errors import printable
 from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.experiment.schema import Metric
-from ablate.reports.plain_text import csv_cell, html_text, with_minus
+from ablate.reports.plain_text import csv_cell, file_stem, html_text, with_minus
 
 MOST_ARMS = 40
 """Largest number of arms in a picture. Readers cannot tell more lines apart, and they take minutes to
@@ -215,8 +215,7 @@ class Drawing:
         box.p0, box.p1 = np.round(box.p0, 6), np.round(box.p1, 6)
         for axes in figure.axes:
             axes.set_position(np.round(axes.get_position().bounds, 6))
-        name = "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words)
-        return Picture(name, self.question, figure, data.reset_index(drop=True))
+        return Picture(file_stem(*words), self.question, figure, data.reset_index(drop=True))
 
 
 class Mark(NamedTuple):
