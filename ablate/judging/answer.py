@@ -1,6 +1,7 @@
 """Verdicts on runs that were not started here, for Python and as JSON: `ablate.judge`."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ def judge(
 
 def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
     if isinstance(runs, Mapping):
+        if twice := [arm for arm, count in Counter(map(str, runs)).items() if count > 1]:
+            raise InputError(f"{twice[0]}: two arms have this name")
         name = metric or "value"
         made = [run for arm, values in runs.items() for run in _final_values(arm, values, name)]
         return Found(made, [], ["values given in Python"])
@@ -143,6 +146,8 @@ def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
     if isinstance(runs, Sequence):
         return read([str(place) for place in runs], columns)
     said: list[str] = []
+    levels = [name for name in runs.index.names if name is not None]  # `to_csv` writes them as columns
+    runs = runs.reset_index(levels, allow_duplicates=True)
     paths = [name if isinstance(name, tuple) else (name,) for name in runs.columns]
     names = ["/".join(filter(None, map(str, path))) for path in paths]
     require_distinct(names, "the table")
@@ -189,6 +194,6 @@ def _final_values(
             raise InputError(f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number")
         try:
             final = cells.number(+value if isinstance(value, int) else float(value))  # +: a number of True
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise InputError(f"{arm}: {number}: {error}") from None
         yield ForeignRun(f"{arm} {number}", f"{arm}", int(number) if seeded else None, {metric: {0: final}})

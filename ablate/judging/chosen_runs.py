@@ -103,7 +103,7 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
     for arm in arms:
         spellings.setdefault(arm.strip().lower(), []).append(arm)
     said += [
-        f"{' and '.join(map(brief, alike))} are arms of their own, and differ in capital letters alone"
+        f"{' and '.join(map(brief, alike))} are arms of their own, and differ in capitals or spaces alone"
         for alike in spellings.values()
         if len(alike) > 1
     ]

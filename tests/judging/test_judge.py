@@ -9,6 +9,7 @@ from contextlib import closing
 from cProfile import Profile
 from dataclasses import replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -756,6 +757,8 @@ KINDS = {
     "numpy's scalars": lambda data: data.astype(object).map(
         lambda one: np.float64(one) if isinstance(one, float) else one
     ),
+    "an index of seeds": lambda data: data.set_index("seed"),
+    "an index of steps": lambda data: data.set_index(["recipe", "step", "seed"]),
     "levels of columns": lambda data: data.set_axis(
         pd.MultiIndex.from_tuples([(*name.split("/"), "")[:2] for name in data]), axis=1
     ),
@@ -784,6 +787,22 @@ def test_arms_may_be_numbers():
     assert {(each.arm, each.difference) for one in found for each in one.arms} == {
         ("4", found[0].arms[0].difference)
     }
+
+
+def test_an_index_named_as_a_column_is_refused():
+    data = pd.DataFrame(table({"bf16": 0, "nvfp4": 0.1}))
+    with pytest.raises(InputError, match="two columns are named 'seed'"):
+        judge(data.rename_axis("seed"), "bf16")
+
+
+def test_two_arms_of_one_name_are_refused():
+    with pytest.raises(InputError, match="8: two arms have this name"):
+        judge({4: [3.1, 3.3, 3.2], 8: [3.0, 3.1, 3.3], "8": [4.0, 4.1, 4.3]}, "4")
+
+
+def test_a_fraction_that_no_float_holds_is_refused():
+    with pytest.raises(InputError, match="b: 0: "):
+        judge({"a": [1, 2, 3], "b": [Fraction(10**400), 2, 3]}, "a")
 
 
 @pytest.mark.parametrize("kind", [np.array, pd.Series, np.float32, tuple])

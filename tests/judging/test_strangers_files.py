@@ -385,7 +385,7 @@ def test_arms_that_differ_in_capitals_are_hinted_at(file):
         f"{a},{s},3.{s}{len(a)}\n" for a in ("bf16", "BF16", "fp4") for s in SEEDS
     )
     assert (
-        "bf16 and BF16 are arms of their own, and differ in capital letters alone"
+        "bf16 and BF16 are arms of their own, and differ in capitals or spaces alone"
         in judge(file(text), "bf16").said
     )
 
