@@ -171,7 +171,7 @@ def paired_difference(
     mean = float(np.mean(differences))
     if len(seeds) == 1:
         return Difference(mean, math.nan, math.nan, 1, math.nan, interval, 1, values=(mean,))
-    distinct = 1 + int(np.sum(np.diff(np.sort(differences)) > _RESOLUTION * np.abs(values).max()))
+    distinct = distinct_of(differences, np.abs(values).max())
     scale = 2.0**512 if np.abs(differences).max() > _VAST else 1.0  # their squares would overflow
     deviation = float(np.std(differences / scale, ddof=1)) * scale if distinct > 1 else 0.0
     half = deviation * interval.half_width(len(seeds))
@@ -186,6 +186,11 @@ def paired_difference(
         bool((values == np.round(values)).all()),
         values=tuple(differences.tolist()),
     )
+
+
+def distinct_of(values: np.ndarray, largest: float) -> int:
+    """Return the number of distinct ones of some values; `largest`: the largest of all that are compared."""
+    return 1 + int(np.sum(np.diff(np.sort(values)) > _RESOLUTION * largest))
 
 
 # p-values

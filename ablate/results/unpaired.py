@@ -16,7 +16,7 @@ import numpy as np
 from scipy import special
 
 from ablate.results.intervals import ALPHA, Interval
-from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, paired_difference
+from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, distinct_of, paired_difference
 
 
 def difference_of(
@@ -49,15 +49,18 @@ def unpaired_difference(arm: Mapping[int, float], baseline: Mapping[int, float])
     pairs = min(counts)
     if not pairs:
         return Difference(math.nan, math.nan, math.nan, 0, math.nan, sides=counts)
-    mean = float(sides[0].mean() - sides[1].mean())
-    distinct = min(len(np.unique(side)) for side in sides)
+    largest = max(float(np.abs(side).max()) for side in sides)
+    scale = 2.0 ** (math.frexp(largest)[1] - 1)  # exact; squares of the values would leave the floats
+    sides = [side / scale for side in sides]
+    mean = float(sides[0].mean() - sides[1].mean()) * scale
+    distinct = min(distinct_of(side, largest / scale) for side in sides)
     if pairs < FEWEST_DISTINCT or distinct < FEWEST_DISTINCT:
         deviation = math.nan if pairs == 1 else 0.0
         return Difference(
             mean, math.nan, math.nan, pairs, deviation, distinct=distinct, runs_equal=False, sides=counts
         )
     shares = [float(side.var(ddof=1)) / len(side) for side in sides]
-    error = math.sqrt(sum(shares))
+    error = math.sqrt(sum(shares)) * scale
     freedom = pairs - 1.0
     if counts[0] == counts[1]:
         ratio = min(shares) / max(shares)

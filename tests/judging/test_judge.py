@@ -789,6 +789,23 @@ def test_arms_may_be_numbers():
     }
 
 
+@pytest.mark.parametrize("unit", [1e-200, 1e200, 1e307])
+def test_an_unpaired_interval_follows_the_unit(unit):
+    usual = {"a": [3.0, 3.3, 3.2], "b": [1.0, 1.1, 1.3]}
+    scaled = {arm: [value * unit for value in values] for arm, values in usual.items()}
+    (one,), (other,) = judge(usual, "a").arms, judge(scaled, "a").arms
+    assert other.verdict["kind"] == one.verdict["kind"] == "better"
+    numbers = (other.difference, other.low, other.high)
+    assert [value / unit for value in numbers] == pytest.approx([one.difference, one.low, one.high])
+
+
+def test_runs_that_differ_by_rounding_alone_are_one_value():
+    arms = {"a": [3.0, 3.0 + 4e-15, 3.0 + 9e-15], "b": [3.0 + 1e-13, 3.0 + 1.1e-13, 3.0 + 1.2e-13]}
+    for given in (arms, {arm: dict(enumerate(values)) for arm, values in arms.items()}):
+        (found,) = judge(given, "a").arms
+        assert (found.verdict["kind"], found.verdict["reason"]) == ("unjudged", "few_values")
+
+
 def test_an_index_named_as_a_column_is_refused():
     data = pd.DataFrame(table({"bf16": 0, "nvfp4": 0.1}))
     with pytest.raises(InputError, match="two columns are named 'seed'"):
