@@ -38,9 +38,8 @@ class KnobEffect:
     p: float
 
 
-_Column = tuple[str, list[float], float]
-"""One column of the fit: the change of its knob, its values, and the factor from the coefficient to the
-change that is shown."""
+_Column = tuple[str, list[float]]
+"""One column of the fit: the change of its knob, and its values in units of that change."""
 
 
 def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
@@ -56,7 +55,7 @@ def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
     free = len(searched) - len(columns) - 1
     if not columns or free < FEWEST_FREE:
         return []
-    design = np.column_stack([np.ones(len(searched)), *(own for *_, own, _ in columns)])
+    design = np.column_stack([np.ones(len(searched)), *(own for *_, own in columns)])
     if np.linalg.matrix_rank(design) < design.shape[1]:
         return []
     values = np.array([arm.mean for arm in searched])
@@ -66,11 +65,10 @@ def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
     errors = np.sqrt(np.diag(inverse) * (residual @ residual) / free)
     quantile = float(special.stdtrit(free, 1 - ALPHA / 2))
     found = []
-    for (knob, change, _, scale), mean, error in zip(columns, coefficients[1:], errors[1:], strict=True):
+    for (knob, change, _), mean, error in zip(columns, coefficients[1:], errors[1:], strict=True):
         t = abs(mean) / error if error > 0 else math.inf
         p = 2 * float(special.stdtr(free, -t))
-        half = quantile * float(error) * abs(scale)
-        found.append(KnobEffect(knob, change, float(mean) * scale, half, p))
+        found.append(KnobEffect(knob, change, float(mean), quantile * float(error), p))
     return sorted(found, key=lambda effect: effect.p)
 
 
@@ -81,10 +79,10 @@ def _columns(values: Sequence[Json]) -> list[_Column]:
     if len(numbers) == len(values) and len(distinct) > 2:
         low, high = distinct[0], distinct[-1]
         if low > 0 and high >= _WIDE * low:
-            return [("per doubling", [math.log2(one) for one in numbers], 1.0)]
-        return [(f"from {low:g} to {high:g}", numbers, high - low)]
+            return [("per doubling", [math.log2(one) for one in numbers])]
+        return [(f"from {low:g} to {high:g}", [(one - low) / (high - low) for one in numbers])]
     texts = [str(one).lower() if isinstance(one, bool) or one is None else str(one) for one in values]
     usual, *others = sorted(set(texts), key=lambda text: (-texts.count(text), text))
     if {usual, *others} == {"true", "false"}:  # the usual question is what the part does
         usual, others = "false", ["true"]
-    return [(f"{one} instead of {usual}", [float(text == one) for text in texts], 1.0) for one in others]
+    return [(f"{one} instead of {usual}", [float(text == one) for text in texts]) for one in others]

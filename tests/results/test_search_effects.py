@@ -38,6 +38,22 @@ def searched(usual, rows):
     ]
 
 
+@pytest.mark.parametrize(("unit", "start"), [(1e-12, 0.0), (1.0, 1e9)])
+def test_effects_do_not_depend_on_the_units_of_knobs(usual, unit, start):
+    draw = np.random.default_rng(4)
+    rows = [
+        (int(a), int(b), float(c))
+        for a, b, c in zip(*draw.integers(9, 30, (2, 20)), draw.normal(2, 0.1, 20), strict=True)
+    ]
+    small, large = (
+        knob_effects(searched(usual, [({"steps": 1000 * a, "eps": b * unit + start}, c) for a, b, c in rows]))
+        for unit, start in ((1, 0), (unit, start))
+    )
+    assert [one.knob for one in small] == [one.knob for one in large] != []
+    for one, other in zip(small, large, strict=True):
+        assert (other.mean, other.half, other.p) == pytest.approx((one.mean, one.half, one.p))
+
+
 def test_effects_and_intervals_are_those_of_statsmodels(usual):
     draw = np.random.default_rng(3)
     rows = [
