@@ -26,6 +26,7 @@ the input may become anything.
 import inspect
 import random
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import cache
@@ -42,7 +43,6 @@ from ablate.numerics.own import KINDS, Own
 
 _PASSED_ON = ("memory", "CUDA")
 """Parts of the messages of RuntimeErrors that are not the function's own: `within_memory` handles them."""
-_WORD_BYTES = 4
 
 
 def rounded(word: Own, y: Tensor, grid: Format, bits: Tensor | None, width: int) -> Tensor:
@@ -207,8 +207,7 @@ def _refuse_off_grid(field: str, word: Own, given: Tensor, made: Tensor, bad: Te
 def _content(tensor: Tensor) -> tuple[int, int]:
     """Return the number of a tensor's changes by torch, and a checksum where NumPy can change it."""
     changes = 0 if tensor.is_inference() else cast("int", tensor._version)
-    whole = tensor.is_cpu and tensor.element_size() == _WORD_BYTES
-    return changes, int(tensor.view(torch.int32).sum()) if whole else 0
+    return changes, zlib.crc32(tensor.numpy()) if tensor.is_cpu else 0
 
 
 def _generators(device: torch.device) -> dict[str, object]:
