@@ -3,6 +3,7 @@
 import importlib.metadata
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -494,6 +495,29 @@ def test_pickles_are_refused_by_what_they_hold_whatever_they_are_called(tmp_path
             assert (done.returncode, "not unpickled" in done.stderr) == (2, True), done.stderr
         done = here("recipe", "import", "--object", f"{file}:RECIPE")
         assert (done.returncode, "not unpickled" in done.stderr) == (2, True), file
+
+
+def test_configurations_may_come_from_pipes(tmp_path):
+    """As bash has it in `--env <(env)`: a pipe gives its bytes to one reader."""
+    texts = {
+        "--script": "torchrun pretrain_gpt.py --num-layers 4 --bf16 --fp4-format e2m1 --fp4-recipe nvfp4\n",
+        "--env": "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1\n",
+    }
+    files = {option: tmp_path / option.strip("-") for option in texts}
+    for option, path in files.items():
+        path.write_text(texts[option])
+    pipes = {option: os.pipe() for option in texts}
+    for option, (_, end) in pipes.items():
+        os.write(end, texts[option].encode())
+        os.close(end)
+    places = {option: f"/dev/fd/{pipe[0]}" for option, pipe in pipes.items()}
+    piped, plain = (
+        here("recipe", "import", *(word for pair in each.items() for word in pair)) for each in (places, files)
+    )
+    for begin, _ in pipes.values():
+        os.close(begin)
+    assert piped.returncode == 0, piped.stderr
+    assert "stochastic" not in piped.stdout == plain.stdout
 
 
 # Audit

@@ -19,6 +19,7 @@ from ablate.recipes.targets.torchao import is_torchao_config, recipe_of_torchao
 from ablate.recipes.te_import import CLASSES, is_te_recipe, recipe_of
 
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
+_FIRST = 4096
 _MAGIC = {
     b"PK\x03\x04": "a zip archive, as torch.save writes",
     b"\x80": "a pickle",
@@ -73,8 +74,12 @@ class Job:
         variables = dict(os.environ) if self.environment is None else _variables(self.environment)
         if self.script is None:
             return Started([] if self.arguments is None else [self.arguments], variables)
-        started = Script(self.script, _text(self.script, newline=""), variables).job()
+        started = Script(self.script, self._script, variables).job()
         return started._replace(words=[shlex.join(started.words)])
+
+    @cached_property
+    def _script(self) -> str:
+        return "" if self.script is None else _text(self.script)
 
     def _recipe(self, variables: Mapping[str, str]) -> Recipe:
         if self.made is not None:
@@ -86,7 +91,7 @@ class Job:
             if self.te not in CLASSES:
                 raise ValueError(f"--te {self.te}: one of {', '.join(CLASSES)}")
             return recipe_of(megatron.standing_in(self.te, megatron.from_environment(self.te, variables)))
-        layers = None if self.script is None else megatron.embedded(_text(self.script))
+        layers = megatron.embedded(self._script.replace("\r\n", "\n"))
         made = {} if layers is None else {variables.get(megatron.FILE, megatron.FILE_NAME): layers}
         return megatron.read(
             self._started.words, variables, lambda path: made[path] if path in made else _text(Path(path))
@@ -95,10 +100,14 @@ class Job:
 
 def _of_object(made: str) -> Recipe:
     module, colon, name = made.partition(":")
-    if _binary(Path(made)) or _binary(Path(module)):
-        raise ValueError(
-            f"--object {made}: files are not unpickled, which would run their code; name module:object"
-        )
+    for path in (Path(made), Path(module)):
+        first = b""
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            first = file.read(_FIRST)
+        if _binary(path, first):
+            raise ValueError(
+                f"--object {made}: files are not unpickled, which would run their code; name module:object"
+            )
     if not colon or not name:
         raise ValueError(f"--object {made}: write module:name, such as my_recipes:RECIPE")
     sys.path.insert(0, os.getcwd())
@@ -121,24 +130,21 @@ def _of_object(made: str) -> Recipe:
     )
 
 
-def _binary(path: Path) -> str | None:
-    """Return what a file is by its first bytes or its name, if not text; None for text or no file."""
-    first = b""
-    with suppress(OSError, ValueError), path.open("rb") as file:
-        first = file.read(4096)
+def _binary(path: Path, first: bytes) -> str | None:
+    """Return what a file is by its first bytes or its name, if not text; None for text."""
     named = "a pickle by its name" if path.suffix in _PICKLES else "no text" if b"\0" in first else None
     return next((what for magic, what in _MAGIC.items() if first.startswith(magic)), named)
 
 
-def _text(path: Path, newline: str | None = None) -> str:
-    if kind := _binary(path):
-        raise InputError(
-            f"{path}: {kind}; files are not unpickled, which would run their code; give the configuration"
-            " as text"
-        )
+def _text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", newline=newline) as file:
-            return file.read()
+        with path.open("rb") as file:  # once: a pipe, such as <(env), has nothing for a second reader
+            if kind := _binary(path, first := file.read(_FIRST)):
+                raise InputError(
+                    f"{path}: {kind}; files are not unpickled, which would run their code; give the"
+                    " configuration as text"
+                )
+            return (first + file.read()).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
 
