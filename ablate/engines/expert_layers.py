@@ -207,6 +207,7 @@ class GroupedCall(torch.autograd.Function):
         ctx.layers, ctx.products, ctx.batches, ctx.counts = layers, products, batches, counts
         ctx.like, ctx.dtype = (packed.shape, packed.dtype), rows.dtype
         ctx.grouped = _in_one_tensor(layers, batches) and grouped.covers(layers, rows)
+        ctx.together = not ctx.grouped and _cast_together(layers, products, batches, rows)
         if ctx.grouped:
             with layers[0].clock.within(batches[0]):
                 made = grouped.forward(layers, rows, packed, counts)
@@ -216,7 +217,6 @@ class GroupedCall(torch.autograd.Function):
             ctx.grouped = False
         y = rows.new_empty(len(rows), layers[0].out_features)
         kept: list[Tensor | None] = []
-        ctx.together = _cast_together(layers, products, batches, rows)
         rows = rows.to(torch.bfloat16) if ctx.together else rows
         with emulated_layer.kept(layers, "made"):
             if ctx.together:

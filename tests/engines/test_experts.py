@@ -296,6 +296,23 @@ def test_an_expert_whose_token_is_not_finite_is_counted_once_as_the_loop_counts_
     }  # fmt: skip
 
 
+def test_a_gradient_that_is_not_finite_passes_the_grouped_path_as_it_passes_the_loop():
+    batch, seen = routed(), {}
+    for how in ("grouped", "loop"):
+        model = Model()
+        engine = convert(model, PRESETS["nvfp4"](), Clock(seed=0))
+        engine.at(0, Run(10))
+        if how == "loop":
+            engine.listen(SlotErrors())
+        y = model(*batch)
+        y.backward(torch.full_like(y, torch.inf))
+        gradients = [parameter.grad.nan_to_num(nan=7.0) for parameter in model.parameters()]
+        seen[how] = engine.nonfinite(), engine.first_nonfinite(), gradients
+    assert seen["grouped"][:2] == seen["loop"][:2]
+    assert seen["loop"][0] > 0
+    assert all(map(torch.equal, seen["grouped"][2], seen["loop"][2]))
+
+
 def on_ranks(bias: bool) -> list[list[list[float]]]:
     """Return output and gradients of this rank's half of the tokens, gradients added over ranks."""
     x, index, weights = routed((0, 1, 15, 16, 17, 39))
