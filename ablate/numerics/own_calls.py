@@ -207,7 +207,7 @@ def _refuse_off_grid(field: str, word: Own, given: Tensor, made: Tensor, bad: Te
 def _content(tensor: Tensor) -> tuple[int, int]:
     """Return the number of a tensor's changes by torch, and a checksum where NumPy can change it."""
     changes = 0 if tensor.is_inference() else cast("int", tensor._version)
-    return changes, zlib.crc32(tensor.numpy()) if tensor.is_cpu else 0
+    return changes, zlib.crc32(tensor.detach().contiguous().numpy()) if tensor.is_cpu else 0
 
 
 def _generators(device: torch.device) -> dict[str, object]:

@@ -226,6 +226,7 @@ BROKEN = {
     "off_grid": ("rounding", "returned 0.300000012 for"),
     "in_place": ("rounding", "changes its argument y in place"),
     "in_place_by_numpy": ("rounding", "changes its argument y in place"),
+    "transposes_in_place": ("rounding", "changes its argument y in place"),
     "reorders_by_numpy": ("outer.statistic", "changes its argument tensor in place"),
     "global_draws": ("rounding", "draws from torch's global generator"),
     "draws_by_numpy": ("rounding", "draws from NumPy's global generator"),
