@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.execution.same_code import SameCode
-from ablate.execution.study_points import GivenUp, infeasible, inside
+from ablate.execution.study_points import GivenUp, inside
 from ablate.execution.time_model import Load
 from ablate.execution.trial_queue import TrialQueue, Work
 from ablate.experiment.arms import Arm, KnobError, label
@@ -239,7 +239,7 @@ class Scheduler:
         search = self.experiment.keys.search
         if search is None or search.confirm is None:
             return []
-        name = winner(self.ledger, infeasible=infeasible(self.ledger, self.experiment))
+        name = winner(self.ledger)
         if name is None:
             none = "no arm of the search is better than its baseline and keeps the constraints"
             return [f"{none}: there is nothing to confirm"]

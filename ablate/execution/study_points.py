@@ -14,9 +14,10 @@ from typing import Any
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
-from ablate.experiment.schema import Constraint, Metric, Search
+from ablate.experiment.schema import Metric, Search
 from ablate.experiment.search_space import Dimension
 from ablate.files import Json
+from ablate.results.next_runs import violations
 from ablate.store.checked_ledger import open_checked
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import OVER, Member
@@ -95,20 +96,6 @@ def _broke_off(member: Member) -> bool:
     return member.status in ("diverged", "oom")
 
 
-def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -> list[float]:
-    """Return the amount by which a member's last values break each constraint. It is at most 0 if the
-    constraint is kept, and infinite if there is no value."""
-    broken = []
-    for constraint in constraints:
-        value, excess = finals.get(constraint.metric, math.nan), math.nan
-        if constraint.at_most is not None:
-            excess = value - constraint.at_most
-        elif constraint.at_least is not None:
-            excess = constraint.at_least - value
-        broken.append(math.inf if math.isnan(excess) else excess)
-    return broken
-
-
 def reports(ledger: Ledger, members: Iterable[Member], experiment: Experiment) -> dict[int, float]:
     """Return the values reported to an arm's pruner so far, in order. These are its first seed's metric at
     the rungs, or each seed's last value once that seed is over. For an arm that was given up: the reports
@@ -121,17 +108,6 @@ def reports(ledger: Ledger, members: Iterable[Member], experiment: Experiment) -
     last = min((decision.step for decision in decisions if decision), default=math.inf)
     values = _reported(ledger, members, experiment, search)
     return {step: value for step, value in values.items() if step <= last}
-
-
-def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
-    """Return the names of a search's finished arms that break a constraint."""
-    arms = {arm.name: ledger.members(arm.arm) for arm in ledger.arms() if arm.optuna is not None}
-    ended = {name: members for name, members in arms.items() if members and over(members)}
-    return {
-        name
-        for name, members in ended.items()
-        if any(excess > 0 for excess in outcome(ledger, members, experiment).violations)
-    }
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def describe(ledger: Ledger, experiment: Experiment, device: str = "cpu") -> Non
         facts.search = keys.search.sampler if keys.search else ""
         facts.metric, facts.compared = experiment.metric, experiment.metrics
         facts.metrics = [metric.name for metric in experiment.metrics]
-        facts.published, facts.covered = keys.published, covered
+        facts.published, facts.covered, facts.constraints = keys.published, covered, keys.constraints
         facts.provenance, facts.diff, facts.ended = environment, diff, ""
 
 

@@ -18,6 +18,7 @@ from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, extra_tokens, front, main_effects, shares
 from ablate.results.decomposition import correlation, damages, flipped, routed
 from ablate.results.forked import difference_word
+from ablate.results.next_runs import ranked
 from ablate.results.number_text import around, counted, number, percents
 from ablate.results.paired_stats import (
     FEWEST_RANKED,
@@ -341,8 +342,9 @@ def front_parts(sweep: Measurements) -> list[Part]:
         return []
     metrics = list(by_metric)
     means = [{arm.name: arm.mean for arm in arms if arm.values} for arms in by_metric.values()]
-    twins = {arm.name for arm in sweep.arms if arm.role == "null"}
-    names = [name for name in means[0] if all(name in each for each in means) and name not in twins]
+    out = {arm.name for arm in sweep.arms if arm.role in ("null", "searched")}
+    out -= {arm.name for arm in ranked(sweep.ledger, sweep.arms, metrics[0])}
+    names = [name for name in means[0] if all(name in each for each in means) and name not in out]
     points = {name: [each[name] for each in means] for name in names}
     signs = [1 if metric.direction == "minimize" else -1 for metric in metrics]
     best = sorted(front(points, signs), key=lambda name: signs[0] * points[name][0])

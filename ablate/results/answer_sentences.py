@@ -338,7 +338,7 @@ def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, setting: S
     gap = ""
     if best.gap is not None and best.gap.pairs:
         gap = f", {setting.amount(best.gap.mean, best.gap, True, True)} from {best.baseline}"
-    status = "exploratory until the arm runs again on fresh seeds (search: {confirm: 5})"
+    status = "exploratory until the arm runs again on fresh seeds (with search.confirm, such as 5)"
     if again:
         pairs = counted(again.gap.pairs if again.gap else 0, "pair")
         status = f"not confirmed: on fresh seeds it has only {pairs} with its baseline"

@@ -22,7 +22,7 @@ from ablate.results.decomposition import routed
 from ablate.results.forked import difference_word
 from ablate.results.gate import Check, checks
 from ablate.results.log_ratios import ratio
-from ablate.results.next_runs import Settling, seeds_to_settle
+from ablate.results.next_runs import Settling, ranked, seeds_to_settle
 from ablate.results.number_text import counted, interval, minus, number, shortened
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.sensitivity import sensitivity
@@ -290,12 +290,14 @@ def _setting(sweep: Comparisons) -> Setting:
 
 def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str]:
     """Return lead and text if no comparison has two pairs: the reason, or the best arm of a search so far."""
-    searched = [arm for arm in sweep.arms if arm.role == "searched" and arm.values and not arm.pruned]
-    if searched:
-        sign = 1 if sweep.metric.direction == "minimize" else -1
+    if searched := ranked(sweep.ledger, sweep.arms, sweep.metric):
         again = next((arm for arm in sweep.arms if arm.role == "confirmed"), None)
-        searched.sort(key=lambda arm: sign * arm.mean)
         return "", answer_sentences.of_best(searched, again, setting)
+    if any(arm.role == "searched" and arm.values and not arm.pruned for arm in sweep.arms):
+        return (
+            "No answer yet:",
+            "no arm of the search has finished all of its seeds and keeps the constraints.",
+        )
     if any(arm.diverged for arm in sweep.arms) and not any(arm.values for arm in sweep.arms):
         return NO_ANSWER, "every run diverged, and no arm has a finite value to compare."
     if sweep.one_seed:

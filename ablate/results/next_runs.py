@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ablate.experiment.schema import Metric
+from ablate.experiment.schema import Constraint, Metric
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
 from ablate.results.summary import ArmSummary, summaries
 from ablate.store.ledger import Ledger
@@ -39,14 +39,41 @@ def still_open(arms: Iterable[ArmSummary]) -> list[tuple[str, str]]:
     ]
 
 
-def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
-    """Return the name of the searched arm with the best mean by a metric (None: the main one), all of whose
-    seeds are done; None if there is none, or if it is its own baseline. `infeasible`: arms that break a
-    constraint, which are not considered."""
+def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -> list[float]:
+    """Return the amount by which a member's last values break each constraint. It is at most 0 if the
+    constraint is kept, and infinite if there is no value."""
+    broken = []
+    for constraint in constraints:
+        value, excess = finals.get(constraint.metric, math.nan), math.nan
+        if constraint.at_most is not None:
+            excess = value - constraint.at_most
+        elif constraint.at_least is not None:
+            excess = constraint.at_least - value
+        broken.append(math.inf if math.isnan(excess) else excess)
+    return broken
+
+
+def infeasible(ledger: Ledger) -> set[str]:
+    """Return the names of the arms of which a finished run breaks a constraint of the search."""
+    constraints = ledger.facts.constraints
+    lasts = ledger.finals(lambda name: any(constraint.metric == str(name) for constraint in constraints))
+    done = (member for member in ledger.members() if member.status == "done")
+    return {one.name for one in done if any(at > 0 for at in violations(constraints, lasts[one.trial]))}
+
+
+def ranked(ledger: Ledger, arms: Iterable[ArmSummary], metric: Metric) -> list[ArmSummary]:
+    """Return the searched arms that may win, the best mean first: all of their seeds are done, since the mean
+    over those that did not diverge is not the arm's, and they keep the constraints."""
+    broken, sign = infeasible(ledger), 1 if metric.direction == "minimize" else -1
+    whole = [arm for arm in arms if arm.role == "searched" and 0 < len(arm.values) == arm.seeds]
+    return sorted((arm for arm in whole if arm.name not in broken), key=lambda arm: sign * arm.mean)
+
+
+def winner(ledger: Ledger, metric: Metric | None = None) -> str | None:
+    """Return the name of the best of `ranked` by a metric (None: the main one); None if there is none, or if
+    it is its own baseline."""
     metric = metric or ledger.facts.metric
-    arms = [arm for arm in summaries(ledger, metric) if arm.role == "searched" and arm.name not in infeasible]
-    whole = [arm for arm in arms if 0 < len(arm.values) == arm.seeds]
-    best = min(whole, key=lambda arm: arm.mean if metric.direction == "minimize" else -arm.mean, default=None)
+    best = next(iter(ranked(ledger, summaries(ledger, metric), metric)), None)
     return best.name if best and best.baseline else None
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from ablate.experiment.schema import Asked, Design, Map, Metric, Published
+    from ablate.experiment.schema import Asked, Constraint, Design, Map, Metric, Published
 
 T = TypeVar("T")
 
@@ -115,6 +115,8 @@ class SweepFacts:
     """Names of these metrics."""
     blame: Fact[dict[str, Any]] = _json("blame", "{}")
     """Design of the search for a cause, and the names of its units and arms; empty without one."""
+    constraints: "Fact[Sequence[Constraint]]" = _parts("constraints", "Constraint")
+    """Limits that the arms of a search keep or break."""
     published: "Fact[Sequence[Published]]" = _parts("published", "Published")
     """Published figures that the file quotes."""
     covered: Fact[float | None] = Fact(

@@ -12,9 +12,10 @@ from support.studies import trials
 
 from ablate.errors import InputError
 from ablate.execution.projections import Projections
-from ablate.execution.study_points import GivenUp, outcome, over, reports, violations, warm
+from ablate.execution.study_points import GivenUp, outcome, over, reports, warm
 from ablate.experiment.load import load
 from ablate.experiment.schema import Constraint
+from ablate.results.next_runs import violations
 from ablate.store.ledger import Ledger
 
 LIMITS = (Constraint(metric="a", at_most=2.0), Constraint(metric="b", at_least=1.0))

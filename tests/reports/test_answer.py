@@ -20,13 +20,13 @@ from support.tables import cells
 
 from ablate.experiment.arms import label
 from ablate.experiment.recorded_spec import RecordedSpec
-from ablate.experiment.schema import Metric, Published
+from ablate.experiment.schema import Constraint, Metric, Published
 from ablate.reports import answer_tables
 from ablate.reports.answer import Answer
 from ablate.reports.comparison_tables import summary_table
 from ablate.reports.evidence import summary_markdown
 from ablate.results.gate import checks
-from ablate.results.next_runs import undecided
+from ablate.results.next_runs import undecided, winner
 from ablate.results.published import replications
 from ablate.results.subject import compared, described, source_name, title
 from ablate.results.summary import UNLEARNED, Gaps, judge_learned, summaries
@@ -628,7 +628,7 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
         )
     verdict = Answer(book).verdict()
     assert verdict.startswith("The best of 3 arms is lr=2, ")
-    assert "exploratory until the arm runs again on fresh seeds" in verdict
+    assert "exploratory until the arm runs again on fresh seeds (with search.confirm, such as 5)" in verdict
     again = add(book, "again", dict.fromkeys(range(10, 14), 3.0), None)
     add(
         book,
@@ -641,6 +641,37 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
         "The search found an improvement. On fresh seeds, its best arm (lr=2) instead of again lowers val/"
     )
     assert Answer(book).verdict().startswith(found)
+
+
+def test_the_best_arm_of_a_search_has_all_of_its_seeds_and_keeps_the_constraints(book):
+    """The mean of its only seed that did not diverge, and that of an arm over its limit, are the lowest of all."""
+    limit = Constraint(metric="memory/rss", at_most=2.0)
+    book.describe(search="tpe", constraints=json.dumps([limit.model_dump()]))
+    add(book, "bf16", BASE, None)
+    lost = add(book, "lost", {0: 1.0}, knobs={"lr": 0}, optuna=0)
+    for seed in (1, 2, 3):
+        book.settle(book.add_member(lost, seed, f"lost/{seed}", SPEC), "diverged")
+    large, small = (
+        add(
+            book,
+            name,
+            {seed: loss - 1.0 / knob for seed, loss in BASE.items()},
+            knobs={"lr": knob},
+            optuna=knob,
+        )
+        for name, knob in (("large", 1), ("small", 2))
+    )
+    for arm, size in ((large, 3.0), (small, 1.0)):
+        for member in book.members(arm):
+            book.record(member.trial, [{"step": 40, "time": 0.0, "metrics": {"memory/rss": size}}])
+    assert Answer(book).verdict().startswith("The best of 1 arm is small, ")
+    assert winner(book) == "small"
+    for member in book.members(small):
+        book.settle(member.trial, "failed")
+    assert (
+        Answer(book).verdict().startswith("No answer yet: no arm of the search has finished all of its seeds")
+    )
+    assert winner(book) is None
 
 
 @pytest.mark.parametrize(
