@@ -65,8 +65,8 @@ def ranked(ledger: Ledger, arms: Iterable[ArmSummary], metric: Metric) -> list[A
     """Return the searched arms that may win, the best mean first: all of their seeds are done, since the mean
     over those that did not diverge is not the arm's, and they keep the constraints."""
     broken, sign = infeasible(ledger), 1 if metric.direction == "minimize" else -1
-    whole = [arm for arm in arms if arm.role == "searched" and 0 < len(arm.values) == arm.seeds]
-    return sorted((arm for arm in whole if arm.name not in broken), key=lambda arm: sign * arm.mean)
+    whole = (arm for arm in arms if arm.role == "searched" and arm.whole and arm.name not in broken)
+    return sorted(whole, key=lambda arm: sign * arm.mean)
 
 
 def winner(ledger: Ledger, metric: Metric | None = None) -> str | None:

@@ -146,6 +146,11 @@ def test_the_best_so_far_never_gets_worse_and_lost_arms_have_a_place(tmp_path):
         min((v for v in data["value"][: n + 1] if math.isfinite(v)), default=math.nan) for n in range(24)
     ]
     np.testing.assert_array_equal(data["best_so_far"], known)
+    best = data.loc[data["value"].idxmin(), "arm"]
+    trial = next(member.trial for member in ledger.members() if member.name == best)
+    ledger.settle(trial, "diverged")
+    again = figures.history(summary.summaries(ledger, LOSS), LOSS).data
+    assert again.loc[again["arm"] == best, "value"].isna().all()
     ledger.close()
 
 
