@@ -164,13 +164,15 @@ def interactions(grid: Grid) -> list[Effect]:
                 grid.mean(grid.cells(**{first: a, second: b}))
                 for a, b in ((one, other), (0, 0), (one, 0), (0, other))
             )
-            by_seed = {seed: both[seed] + neither[seed] - alone[seed] - rest[seed] for seed in both}
+            joint, apart = (
+                {seed: x[seed] + y[seed] for seed in both} for x, y in ((both, neither), (alone, rest))
+            )
             change = f"{_change(ones, one)}; {_change(others, other)}"
             firsts = [cell for b in (0, other) for cell in grid.cells(**{first: one, second: b})]
             seconds = [cell for a in (0, one) for cell in grid.cells(**{first: a, second: other})]
             unchanged = _unchanged(grid, firsts, i) or _unchanged(grid, seconds, j)
-            by_seed = dict.fromkeys(by_seed, 0.0) if unchanged else by_seed  # without the sums' rounding
-            effect = _from_zero(by_seed, grid.interval)
+            # One side in place of the other if unchanged, without the sums' rounding.
+            effect = paired_difference(joint, joint if unchanged else apart, grid.interval)
             effect = replace(effect, whole=grid.whole, runs_equal=unchanged)
             effects.append(Effect((first, second), change, effect, grid.margin))
     return effects

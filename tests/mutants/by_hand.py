@@ -586,8 +586,8 @@ MUTANTS = (
     Mistake(
         "results/attribution.py",
         "interactions",
-        "both[seed] + neither[seed] - alone[seed] - rest[seed]",
-        "both[seed] - neither[seed] - alone[seed] + rest[seed]",
+        "((both, neither), (alone, rest))",
+        "((both, rest), (alone, neither))",
         "test_attribution.py",
         "an interaction is the difference of two effects",
     ),

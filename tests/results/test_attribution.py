@@ -124,6 +124,21 @@ def test_what_is_no_whole_grid_is_none():
     assert grid([arms[0], arm("a", {"rht": True}, {0: 1.0}), arm("b", {"sr": True}, {0: 1.0})]) is None
 
 
+def test_the_rounding_of_sums_is_no_interaction():
+    """Two knobs whose effects add up to the last decimal; sums of losses that three decimals write differ by 1e-16."""
+    draw = np.random.default_rng(2)
+    sizes = draw.integers(50, 500, (4, 6)) / 1000
+    arms = [arm("base", {"recipe": "bf16"}, dict(enumerate(sizes[3] + 3)), None)]
+    for rht, sr, block in itertools.product([False, True], [False, True], LEVELS["block"]):
+        values = 3 + sizes[3] + rht * sizes[0] + sr * sizes[1] + LEVELS["block"].index(block) * sizes[2]
+        knobs = {"rht": rht, "sr": sr, "block": block}
+        arms.append(arm(str(knobs), knobs, dict(enumerate(np.round(values, 3).tolist()))))
+    for effect in interactions(grid(arms)):
+        assert abs(effect.effect.mean) < 1e-12
+        assert effect.effect.distinct == 1
+        assert not effect.effect.has_interval
+
+
 def test_a_seed_that_one_arm_lacks_is_left_out_and_said():
     arms = whole({k: LEVELS[k] for k in ("rht", "sr")}, 4)
     arms[1] = arm(
