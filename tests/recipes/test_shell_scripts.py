@@ -88,6 +88,15 @@ SCRIPTS = {
         'torchrun pretrain_gpt.py --num-layers 32 "${FLAGS[@]}"',
         ":4: --bf16 ",
     ),
+    "default of what a branch may set": (
+        'if [ -n "$1" ]; then MORE="--seed 1"; fi\n'
+        "torchrun pretrain_gpt.py --bf16 ${MORE:---fp4-format e2m1 --fp4-recipe nvfp4}",
+        ":3: ${MORE:---fp4-format e2m1 --fp4-recipe nvfp4}: it is not known whether the job gets --fp4-format",
+    ),
+    "another default of what a branch may set": (
+        f'if [ -n "$1" ]; then MORE=1; fi\n{JOB} --seed ${{MORE:-2}}',
+        0,
+    ),
     "loop": (f"for OFF in 0 1; do\n  {OFF}=$OFF {JOB}\ndone", f":3: {OFF} "),
     "two jobs": (f"torchrun pretrain_gpt.py --bf16 --save base\n{JOB} --save ours", ":3: more than one "),
 }

@@ -478,6 +478,9 @@ class Script:
         name, index, colon, default = match[1] or match[2], match[3], match[4], match[5]
         value = self._variables.get(name, [self._clouded.get(name, "\0")])
         unset = name not in {*self._variables, *self._clouded} or (colon and value == [""])
-        if default is not None and unset:
-            return [" ".join(self._words(_Token("word", default, line), False))]
+        if default is not None and (unset or name in self._clouded):
+            usual = " ".join(self._words(_Token("word", default, line), False))
+            if not unset and (match := PRECISION.search(usual)):
+                self._refuse(f"{text}: it is not known whether the job gets {match[0]}", line)
+            value = [usual] if unset else value
         return [" ".join(value)] if index == "[*]" else value if index else value[:1]
