@@ -47,7 +47,9 @@ def rounding(quant: Quant) -> str:
 def extras(quant: Quant) -> Iterator[str]:
     """Yield short descriptions of everything else that a quantiser does."""
     if quant.select:
-        yield f"{CANDIDATES[quant.select.among]} by {quant.select.criterion}"
+        pair = " or ".join(f"{value:g}" for value in sorted(quant.select.map_to))
+        among = pair if quant.select.among == "scales" else CANDIDATES[quant.select.among]
+        yield f"{among} by {quant.select.criterion}"
     clip_range = quant.range
     if clip_range.statistic != "amax":
         yield f"range {shown(clip_range.statistic)}"
@@ -58,6 +60,8 @@ def extras(quant: Quant) -> Iterator[str]:
     ):
         if value != usual:
             yield f"{name} {value:.4g}"
+    if quant.scale and quant.scale.halve_below is not None:
+        yield f"scale halved below {quant.scale.halve_below:g}"
     if quant.from_forward:
         yield "from the forward copy" + (" in bf16" if quant.source == "forward_bf16" else "")
     if quant.transform:
@@ -68,7 +72,7 @@ def extras(quant: Quant) -> Iterator[str]:
     if quant.altered:
         yield f"error x {quant.error.times:g}" + ", permuted" * quant.error.permuted
     if quant.estimator:
-        yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}"
+        yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}, clip {quant.estimator.clip:g}"
 
 
 def cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:

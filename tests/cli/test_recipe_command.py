@@ -9,8 +9,19 @@ from support.experiments import ablate
 
 from ablate.cli.recipe import layers_of, resolve
 from ablate.errors import InputError
+from ablate.numerics.spec import Dge, Quant, Select
 from ablate.recipes import PRESETS, SLOTS, Recipe
-from ablate.recipes.recipe_text import differences, placements, rest
+from ablate.recipes.recipe_text import cells, differences, placements, rest
+
+
+def test_a_table_tells_apart_operands_that_one_field_tells_apart():
+    scaled = {"block": "32x32", "scale": {"format": "e8m0", "rounding": "ceil"}, "outer": None}
+    for pair in (
+        [Quant(select=Select(among="scales", map_to=values)) for values in ((6.0, 4.0), (6.0, 5.0))],
+        [Quant(estimator=Dge(clip=clip)) for clip in (2.0, 3.0)],
+        [Quant(**scaled | {"scale": scaled["scale"] | more}) for more in ({}, {"halve_below": 0.87})],
+    ):
+        assert len({cells(quant, "bf16") for quant in pair}) == 2, pair[1]
 
 
 def test_show_prints_three_products_with_six_operands_and_the_source():
