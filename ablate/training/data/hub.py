@@ -71,7 +71,7 @@ def rows(dataset: str, config: str | None, split: str, commit: str) -> Iterator[
 def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> str:
     quiet()
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     hub = redact(constants.ENDPOINT)
     request = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
@@ -83,6 +83,9 @@ def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> s
         raise OSError(
             f"{kind} {name}: {hub} has none of that name, or it is private (HF_TOKEN); {instead}"
         ) from None
+    except HFValidationError as error:
+        why = redact(first_line(error))
+        raise OSError(f"{kind} {name}: not a name on {hub} ({why}); {instead}") from None
     except Exception as error:
         raise OSError(
             f"{kind} {name}: {hub} cannot be reached ({redact(first_line(error))}); {instead}"
