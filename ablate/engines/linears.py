@@ -88,9 +88,9 @@ def refuse_idle(linears: Linears, layers: Collection[tuple[str, nn.Module]]) -> 
         if not any(_fits(each, module, name) for name, module in layers):
             word = each if isinstance(each, str) else each.__name__
             if any(word == type(module).__name__ for _, module in layers):
-                raise ValueError(
-                    f"linears: {word!r} is a glob on names of layers; for the class, give {word}"
-                )
+                other = "another class than the layers' of that name; give type(layer)"
+                glob = f"a glob on names of layers; for the class, give {word}"
+                raise ValueError(f"linears: {word!r} is {glob if isinstance(each, str) else other}")
             raise ValueError(
                 f"linears: {word} selects no linear layer inside the blocks;"
                 f" {nearest(word, dict.fromkeys(valid))}"

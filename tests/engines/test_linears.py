@@ -342,6 +342,7 @@ def test_a_class_that_computes_something_else_is_refused_by_layer_and_difference
 @pytest.mark.parametrize(
     ("linears", "words"),
     [
+        ([type("Cast", (nn.Linear,), {})], "'Cast' is another class than the layers' of that name"),
         ([nn.Conv1d], "Conv1d selects no linear layer"),
         (["blocks.7.*"], "blocks.7.* selects no linear layer"),
         (["Cast"], "for the class, give Cast"),
