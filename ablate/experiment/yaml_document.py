@@ -141,6 +141,9 @@ def _composed(yaml: YAML, text: str, name: str) -> Reading[Node | None]:
     try:
         for event in yaml.parse(io.StringIO(text)):
             last = event
+            if getattr(event, "version", None) not in (None, (1, 2)):
+                what = "1.1 reads `on` as true and 010 as 8; leave the line with %YAML out"
+                raise InputError(_at(name, event, f"experiment files are YAML 1.2: {what}"))
             levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             if isinstance(event, AliasEvent):
                 what = "aliases are refused, because a few can expand to gigabytes; write the value out"

@@ -64,6 +64,12 @@ def test_a_duplicate_key_is_named_where_it_stands_the_second_time():
     assert [str(p) for p in complaints("a:\n  b: 1\n  b: 1\n")] == ["x.yaml:3:3: b: is given twice"]
 
 
+def test_a_file_that_names_another_version_of_yaml_is_refused():
+    (problem,) = complaints("%YAML 1.1\n---\na: on\nb: 010\n")
+    assert "YAML 1.2" in problem.message
+    assert parse("%YAML 1.2\n---\na: on\nb: 010\n", "x.yaml").value == {"a": "on", "b": 10}
+
+
 def test_an_alias_bomb_is_refused_before_it_unfolds():
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n"
     bomb += "".join(
