@@ -95,7 +95,7 @@ def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
         if isinstance(error, NotADirectoryError) and path:  # a file is in the place of one of its folders
             kind, path = "folder", str(next((part for part in Path(path).parents if part.is_file()), path))
         named |= error.errno == errno.EROFS or bool(path and Path(path).is_symlink())
-    if full(error):
+    if full(error, Path(path).parent if path else None):
         return f"{path or 'the output'}: {why}: free space there, then give the command again"
     advice = f"it has to be a {kind}; move away what is there, or copy the folder"
     return f"{path}: {why}: {advice}" if named and path else None

@@ -142,12 +142,15 @@ class LedgerFile:
             yield
             if self._replaced:
                 self.discard(self._replaced)
-        except BaseException:
-            self.db.execute("ROLLBACK")
+            self.db.execute("COMMIT")
+        except BaseException as error:
+            if self.db.in_transaction:  # a full disk has ended it
+                self.db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                error.add_note(str(self.path))
             raise
         finally:
             self._replaced = []
-        self.db.execute("COMMIT")
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -650,6 +651,19 @@ def test_output_on_a_full_disk_is_refused_in_a_sentence(words):
         ended = subprocess.run(command, stdout=disk, stderr=subprocess.PIPE, env=environment(), text=True)
     assert ended.returncode == 2
     assert re.fullmatch("the output: No space left on device: .*\n", ended.stderr)
+
+
+def test_a_ledger_that_may_not_grow_is_a_full_disk(tmp_path):
+    rows = [
+        f"{arm},{seed},{step},{3 + seed / step}" for arm in "ab" for seed in range(4) for step in range(1, 99)
+    ]
+    (tmp_path / "runs.csv").write_text("\n".join(["arm,seed,step,val_loss", *rows]))
+    words = ["judge", tmp_path / "runs.csv", "--against", "a", "--as", "x", "--state", tmp_path / "runs"]
+    command = shlex.join([sys.executable, "-m", "ablate", *map(str, words)])
+    limited = ["bash", "-c", f"ulimit -f 100; {command}"]
+    ended = subprocess.run(limited, capture_output=True, env=environment(), text=True)
+    assert ended.returncode == 2
+    assert re.search(r"ledger\.db\.unfinished: disk I/O error: free space there", ended.stderr), ended.stderr
 
 
 @every(words=(("--version",), ("show", "--state", "/nowhere"), ("show", "--nowhere")))

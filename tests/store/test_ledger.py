@@ -32,6 +32,21 @@ def member(ledger: Ledger, arm: str = "a", seed: int = 0, trial: str = "t0") -> 
     return ledger.add_member(ledger.add_arm(arm, {"rht": True}, None, None), seed, trial, "{}")
 
 
+def test_a_commit_that_fails_names_the_file_and_leaves_no_transaction(book):
+    book.db.execute("PRAGMA journal_mode = DELETE")
+    book.db.execute("PRAGMA busy_timeout = 0")
+    with closing(sqlite3.connect(book.path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM arms").fetchall()
+        with pytest.raises(sqlite3.OperationalError, match="locked") as caught:
+            member(book)
+    assert caught.value.__notes__ == [str(book.path)]
+    assert not book.db.in_transaction
+    member(book, "b")
+    with closing(Ledger(book.path, readonly=True)) as other:
+        assert [arm.name for arm in other.arms()] == ["b"]
+
+
 def test_facts_are_set_and_set_again(book):
     book.describe(question="why", name="x")
     book.describe(question="what")
