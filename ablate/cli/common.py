@@ -36,6 +36,7 @@ _POLL_SECONDS = 0.05
 def run(command: Callable[[], None]) -> None:
     """Run a command. On an InputError, print one sentence for each mistake, without a traceback, and exit
     with status 2."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a sign that the locale lacks, such as a minus
             stream.reconfigure(errors="backslashreplace")
@@ -56,6 +57,15 @@ def run(command: Callable[[], None]) -> None:
     sys.exit(BAD_INPUT)
 
 
+def _open_standard_streams() -> None:
+    """Open the null device as each standard stream that the caller has closed (`2>&-`). A file, a database or
+    a pipe would get its number, and then hold what libraries and child processes print."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+
+
 @contextmanager
 def _closed_pipe_exits() -> Iterator[None]:
     """Exit with the status of SIGPIPE, without a word, if the reader of the output (`| head`) has ended.
@@ -67,8 +77,7 @@ def _closed_pipe_exits() -> Iterator[None]:
         try:
             yield
         finally:
-            if sys.stdout is not None:  # there is none after `>&-`
-                sys.stdout.flush()
+            sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
         if not any(isinstance(each, BrokenPipeError) for each in (error, error.__context__)):
             raise
