@@ -47,13 +47,14 @@ def status(
         verified: Compare every record with the files of its trial instead; exit status 1 if one differs.
         show_settings: Print the settings in use instead, each with its origin.
     """
-    settings = flags.settings()
+    settings, screen = flags.settings(), console(as_json)
     if show_settings:
         shown, origins = settings.shown(), settings.origins
+        screen.document({key: {"value": value, "origin": origins[key]} for key, value in shown.items()})
         rows = ([key, Text(shown[key], overflow="fold"), Text(origins[key], "dim")] for key in shown)
-        console().print(plain_table(rows=rows))
+        screen.print(plain_table(rows=rows))
         return
-    state, selected, screen = settings.state, folders(settings.state, sweeps), console(as_json)
+    state, selected = settings.state, folders(settings.state, sweeps)
     if verified:
         raise typer.Exit(_verify(selected, state, screen))
     if watch and not as_json:

@@ -1,5 +1,6 @@
 """Tests of settings: the order in which they override each other, the contents of a profile, and that no password is ever shown."""
 
+import json
 from inspect import signature
 
 import pytest
@@ -254,20 +255,16 @@ def test_the_command_prints_what_is_in_force_and_where_it_comes_from(bare):
     (bare / "here" / "ablate.toml").write_text(
         LAB.replace("http://tracker:5000", "postgresql://ablate:$PW@db/x")
     )
-    done = ablate(
-        "status",
-        "--settings",
-        "--profile",
-        "lab",
-        "--state",
-        "other",
-        PW="s3cret",
-        HOME=str(bare / "home"),
-    )
-    assert done.returncode == 0, done.stderr
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    words = ("status", "--settings", "--profile", "lab", "--state", "other")
+    given = {"PW": "s3cret", "HOME": str(bare / "home")}
+    text, document = (ablate(*words, *more, **given) for more in ((), ("--json",)))
+    assert text.returncode == 0, text.stderr
+    lines = {line.split()[0]: line for line in text.stdout.splitlines() if line}
     assert lines["state"].split()[1:] == ["other", "--state"]
     assert "postgresql://ablate:***@db/x" in lines["mlflow"]
     assert lines["mlflow"].endswith("profile lab of ablate.toml")
-    assert "s3cret" not in done.stdout
-    assert "secret-path" not in done.stdout
+    assert "s3cret" not in text.stdout + document.stdout
+    assert "secret-path" not in text.stdout + document.stdout
+    settings = json.loads(document.stdout)
+    assert settings["state"] == {"value": "other", "origin": "--state"}
+    assert settings.keys() == lines.keys()
