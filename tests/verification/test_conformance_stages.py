@@ -119,6 +119,20 @@ def test_faults_of_blocks_cut_short_are_said_to_be():
     assert "2 times the recipe's, all in blocks cut short (9" in first_wrong_stage([pair])[0]
 
 
+def test_a_factor_is_named_only_if_all_wrong_numbers_have_it():
+    """Numbers that are 0 in the recipe have none."""
+
+    def cast(x):
+        values = nvfp4(x).values
+        wrong = torch.where(values == 0, 0.25, values)
+        wrong[0, :2] *= 1.5
+        return wrong
+
+    (text, wrong), _ = seen(cast)
+    assert any(number.recipe == 0 for number in wrong)
+    assert "times the recipe's" not in text
+
+
 def test_the_recipe_has_no_wrong_stage():
     (text, wrong), _ = seen(nvfp4)
     assert (text, wrong) == ("", ())
