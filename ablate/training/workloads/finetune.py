@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from ablate.numerics.philox import Clock
     from ablate.training.loop import PreparedRun, Record
-
-P = TypeVar("P", bound=Products)
 
 _TINY = {
     "model_type": "qwen3",
@@ -126,14 +124,8 @@ class Finetune(TextWorkload):
         weights are frozen, so they have no wgrad."""
         if self.lora is None:
             return recipe
-        rules = tuple(
-            rule.model_copy(update={"use": rule.use and _frozen(rule.use)}) for rule in recipe.layers.rules
-        )
-        phases = tuple(
-            phase.model_copy(update={"use": phase.use and _frozen(phase.use)}) for phase in recipe.schedule
-        )
-        layers = recipe.layers.model_copy(update={"rules": rules})
-        return _frozen(recipe).model_copy(update={"layers": layers, "schedule": phases})
+        phases = tuple(phase.changed(use=phase.use and _frozen(phase.use)) for phase in recipe.schedule)
+        return recipe.mapped(_frozen).changed(schedule=phases)
 
     def _adapters(self) -> Iterator[tuple[str, str]]:
         if self.lora is None:
@@ -261,5 +253,5 @@ class Finetune(TextWorkload):
         save(run.model, folder)
 
 
-def _frozen(products: P) -> P:
-    return products.model_copy(update={"wgrad": Wgrad()})
+def _frozen(products: Products) -> Products:
+    return products.changed(wgrad=Wgrad())
