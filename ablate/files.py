@@ -41,13 +41,24 @@ def no_folder_name(name: str) -> str | None:
     return f"this name has more than {_LONGEST_NAME} bytes" * (len(name.encode()) > _LONGEST_NAME) or None
 
 
-def finite(content: Any) -> Any:
-    """Return JSON data with None in place of numbers that are not finite, which JSON does not have."""
+def finite(content: Any, spelled: Callable[[float], object] = lambda number: None) -> Any:
+    """Return JSON data with None, or what `spelled` gives, in place of numbers that are not finite, which
+    JSON does not have."""
     if isinstance(content, Mapping):
-        return {key: finite(value) for key, value in content.items()}
+        return {key: finite(value, spelled) for key, value in content.items()}
     if isinstance(content, list | tuple):
-        return [finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+        return [finite(value, spelled) for value in content]
+    return spelled(content) if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def flat(content: Mapping[str, Any], between: str, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the items of nested mappings, with `between` between the keys; an empty mapping in them is an
+    item. A key may come twice: `a/b` and `b` in `a`."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, between, f"{above}{key}{between}")
+        else:
+            yield f"{above}{key}", value
 
 
 def temporary_of(path: Path) -> Path:

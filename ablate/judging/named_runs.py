@@ -4,7 +4,7 @@ Each has a name, points and perhaps a configuration. Arm and seed come from the 
 pattern of its name, or from fields of its configuration, in this order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ablate.errors import InputError, brief, nearest
@@ -33,16 +33,6 @@ class NamedRun:
     """Its configuration, flat."""
     status: str = "done"
     """As in `ForeignRun`."""
-
-
-def flat(content: Mapping[str, Json], above: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield the items of nested mappings, with slashes between the keys. A key may come twice: `a/b` and `b`
-    in `a`."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{above}{key}/")
-        else:
-            yield f"{above}{key}", value
 
 
 def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: list[str]) -> list[ForeignRun]:

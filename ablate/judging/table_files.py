@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ablate.errors import InputError, as_input_error, brief, first_line
-from ablate.files import Json
-from ablate.judging.named_runs import flat
+from ablate.files import Json, flat
 from ablate.judging.tables import Table
 
 if TYPE_CHECKING:
@@ -192,8 +191,8 @@ def _row(entry: Json) -> dict[str, Json]:
         raise ValueError('a row is not an object, such as {"step": 100, "val_loss": 3.21}')
     return _object(
         (name.strip(), json.dumps(value) if isinstance(value, list) else value)
-        for name, value in flat(entry)
-        if not isinstance(value, list) or len(value) <= 8  # such as Adam's betas; a longer one is a curve
+        for name, value in flat(entry, "/")  # a list may be Adam's betas; a longer one is a curve
+        if value != {} and (not isinstance(value, list) or len(value) <= 8)
     )
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ablate.errors import InputError, brief
-from ablate.files import Json
+from ablate.files import Json, flat
 from ablate.judging import cells
-from ablate.judging.named_runs import NamedRun, flat
+from ablate.judging.named_runs import NamedRun
 from ablate.judging.points import Points
 from ablate.judging.table_files import content
 
@@ -105,13 +105,13 @@ def read_run(path: Path, said: list[str]) -> NamedRun:
         raise InputError(f"{path}: a record is damaged: {brief(str(error))}") from None
     if not points.records():
         raise InputError(f"{path}: the run logged no numbers")
-    plain = {key: value for key, value in flat(config) if not key.startswith("_wandb")}
+    plain = {key: value for key, value in flat(config, "/") if value != {} and not key.startswith("_wandb")}
     return NamedRun(f"{path}: {brief(name)}", name, points, plain, status)
 
 
 def _add(points: Points, number: int, history: Any) -> None:
     """Add the values of one call of `wandb.log`. `history` is a HistoryRecord."""
-    values = dict(flat(_items(history.item)))
+    values = dict(flat(_items(history.item), "/"))
     step = history.step.num if history.HasField("step") else values.get("_step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError("a record of history has no step")

@@ -19,7 +19,7 @@ from pathlib import Path
 from ablate.errors import InputError
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.yaml_document import display
-from ablate.files import finite
+from ablate.files import finite, flat
 from ablate.recipes import PRESETS, Recipe
 from ablate.reports.comparison_tables import NEEDED, WORD, judged
 from ablate.reports.plain_text import duration, markdown_cell
@@ -172,7 +172,7 @@ def _facts(spec: RecordedSpec, against: str) -> Fields:
     """Return the fields that determine a baseline, except its seed, by path; recipes by name of preset, or of
     the arm."""
     workload = _identity(spec.workload, json.dumps(spec.config))
-    facts: Fields = dict(_flat({key: value for key, value in workload.items() if key != "data"}))
+    facts: Fields = dict(flat({key: value for key, value in workload.items() if key != "data"}, "."))
     facts |= {"data": source_name(spec.config.get("data")), "data content": spec.data}
     facts |= {"against": _preset(spec.recipe) or against, "engine": spec.engine, "device": spec.device}
     facts |= {f"{kind} version": spec.content.get(f"{kind}_version") for kind in ("workload", "numerics")}
@@ -210,14 +210,6 @@ def _recipe(content: str) -> Fields:
 @cache
 def _presets() -> dict[str, Fields]:
     return {name: make().model_dump(mode="json") for name, make in PRESETS.items()}
-
-
-def _flat(content: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def _titles(tasks: Mapping[str, tuple[str, Fields]]) -> dict[str, str]:

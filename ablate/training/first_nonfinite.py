@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_leaves
 
 from ablate.engines.emulated import Engine
 from ablate.engines.products import Probe
+from ablate.files import finite
 from ablate.numerics.quantize import Operand
 from ablate.training.metric_names import PRODUCTS, parse
 
@@ -150,15 +151,8 @@ class Origin:
     def document(self) -> dict[str, Any]:
         """Return the fields, and the sentence as `text`, for JSON: numbers that are not finite are text."""
         document = vars(self) | {"grew": [vars(each) for each in self.grew], "text": str(self)}
-        return {name: _plain(value) for name, value in document.items()}
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+        plain: dict[str, Any] = finite(document, repr)
+        return plain
 
 
 @dataclass

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ablate.errors import redact
-from ablate.files import Json
+from ablate.files import Json, flat
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
 from ablate.training.metric_names import DAMAGE, GUARD_STOPPED, is_added, parse, trackable
@@ -136,8 +136,8 @@ def params(member: Member) -> Iterator[tuple[str, str]]:
     yield "seed", str(member.seed)
     yield "workload", spec.workload
     yield "data", spec.data
-    yield from _flat("workload", dict(spec.config))
-    yield from _flat("recipe", dict(spec.recipe or {}))
+    for path, value in flat({"workload": dict(spec.config), "recipe": dict(spec.recipe or {})}, "."):
+        yield path, _text(value)
 
 
 def dataset(member: Member, facts: "DataFacts") -> dict[str, str]:
@@ -157,14 +157,6 @@ def dataset(member: Member, facts: "DataFacts") -> dict[str, str]:
         "schema": json.dumps({"mlflow_colspec": columns}),
         "profile": json.dumps(facts["counts"]),
     }
-
-
-def _flat(path: str, value: Json) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(f"{path}.{key}", inner)
-    else:
-        yield path, _text(value)
 
 
 def _text(value: Json) -> str:
