@@ -19,6 +19,7 @@ from ablate.verification.operand_order import MEASURED
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ["nvfp4", "quartet2", "mxfp4", "mxfp4_backward", "bf16"]
+SHAPE = {"vocab_size": 512, "num_hidden_layers": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
 
 
 @pytest.fixture
@@ -96,14 +97,8 @@ def test_a_recipe_file_with_a_rounding_of_ones_own_is_ranked(dumps, tmp_path, ca
 
 def test_a_configuration_alone_is_ranked_as_its_folder_without_weights(tmp_path, capsys):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
-    shape = {
-        "vocab_size": 512,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
-    }
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "qwen3", **sizes, **shape}))
+    file.write_text(json.dumps({"model_type": "qwen3", **sizes, **SHAPE}))
     alone, folder = (document(capsys, RECIPES[:3], model=str(each)) for each in (file, tmp_path))
     assert alone["recipes"] == folder["recipes"]
     rank(["nvfp4", "four_over_six"], every=False, batches=1, model=str(file))  # keeps the last block in bf16
@@ -130,14 +125,8 @@ def test_a_saved_model_reads_english_in_its_own_tokens(tmp_path, capsys):
 def test_packed_experts_are_ranked_and_those_without_tokens_counted(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     experts = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
-    shape = {
-        "vocab_size": 512,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 256,
-    }
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "qwen3_moe", **sizes, **experts, **shape}))
+    file.write_text(json.dumps({"model_type": "qwen3_moe", **sizes, **experts, **SHAPE}))
     made = document(capsys, ["nvfp4", "four_over_six"], model=str(file))
     words = r", (\d+) converted layers, batches: 1 of bytes as tokens(?:, without (\d+) of experts that some batch has no token for)?"
     layers, idle = re.search(words, made["measured_on"]).groups()

@@ -13,8 +13,7 @@ from ablate.numerics.philox import Clock, random_bits
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand
 from ablate.numerics.rounding import away, nearest
-from ablate.numerics.scaling import block_amax, block_scales, element_scales, encode_scale
-from ablate.numerics.select import Candidate, mse, scales
+from ablate.numerics.scaling import block_scales, element_scales, encode_scale
 from ablate.numerics.spec import Quant
 from ablate.numerics.stored import swizzle, unpack
 from ablate.verification.conformance.subject import Quantised, Subject
@@ -26,15 +25,13 @@ from mutants.conformance.subjects import (
     MXFP8,
     NVFP4,
     ONE_IDLE,
-    OVER_SIX,
     ROTATION,
     SQUARE,
     Layer,
     MutantSet,
-    Steps,
     layer_data,
     normal,
-    packaged,
+    over_six,
     reference,
     skewed,
     spread,
@@ -161,21 +158,6 @@ def lost_smallest_scale() -> Subject:
 def error_by_decode_scale() -> Subject:
     """Score Four Over Six's candidates with code*s*(1/S), not with code*s*amax/1536."""
     return Subject("error_by_decode_scale", cast=lambda x: over_six(x, lambda q, amax, S: q * (1 / S)))
-
-
-def over_six(x: Tensor, decoded: Steps) -> Quantised:
-    """Return Four Over Six's cast, whose candidates' values for scoring are `decoded`."""
-    tiles = x.float().contiguous().view(x.shape[0], 1, -1, 16)
-    largest = block_amax(tiles)
-    amax = largest.amax()
-    S = encode_scale(amax, OVER_SIX)
-    six, four = scales(tiles, largest, S, OVER_SIX)
-    errors = [mse(decoded(one.codes * one.block_scale, amax, S) - tiles) for one in (six, four)]
-    better = errors[1] < errors[0]
-    pairs = ((six.block_scale, four.block_scale), (six.scaled, four.scaled), (six.codes, four.codes))
-    best = Candidate(*(torch.where(better, new, old) for old, new in pairs))
-    operand = Operand((best.codes * best.block_scale).view(x.shape), OVER_SIX, amax, best.block_scale)
-    return packaged(replace(operand, codes=best.codes.view(x.shape)))
 
 
 @mutant("AMD-AGI/Primus-Turbo#365", "nvfp4", (normal(64, 64), 1), hides=(normal(64, 64), 0))
