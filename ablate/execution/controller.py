@@ -195,6 +195,8 @@ class Controller:
         return self.scheduler.queue.countdown.pace
 
     def _want(self, points: Sequence[Mapping[str, Json]] = ()) -> None:
+        if why := self.ledger.lost():
+            self._say(f"The ledger: {why}; they are read again from the trial folders")
         requeued = self.ledger.requeue(time.time())
         describe(self.ledger, self.experiment, self.scheduler.device)
         register_design(self.ledger, self.experiment, self.store, self.scheduler.device)

@@ -19,7 +19,7 @@ from typing import Literal, TypedDict
 from ablate.errors import InputError
 from ablate.files import Busy, Holder, holder_of, lock, write
 from ablate.store.checked_ledger import absent, refusal, remedy
-from ablate.store.databases import misplaced, open_readonly, quick_check
+from ablate.store.databases import BESIDE, misplaced, open_readonly, quick_check
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.store.verify import Mismatch, Verified, verify
@@ -101,9 +101,10 @@ def compared(folder: Path, store: Store) -> Verified:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a file and, if SQLite wrote it, its logs; return its new name, which contains the time."""
+    """Rename a file and, if it is a database, the files beside it; return its new name, which contains the
+    time."""
     when = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
-    for part in ("", "-wal", "-shm", "-journal"):
+    for part in ("", *BESIDE):
         with suppress(FileNotFoundError):
             path.with_name(path.name + part).rename(path.with_name(f"{path.name}.damaged-{when}{part}"))
     return path.with_name(f"{path.name}.damaged-{when}")

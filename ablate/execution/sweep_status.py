@@ -103,6 +103,8 @@ def read(folder: Path, store: Store, about_of: AboutOf = lambda folder, ledger: 
             with closing(Ledger(path, readonly=True)) as ledger:
                 if why := ledger.flaw():
                     raise sqlite3.DatabaseError(why)
+                if why := ledger.lost():
+                    raise InputError(refusal(path, why, ledger=ledger))
                 return _read(folder, ledger, store, controller, about_of(folder, ledger))
     except InputError as error:
         trouble = str(error)

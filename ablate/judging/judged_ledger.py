@@ -21,6 +21,7 @@ from ablate.judging.names import places_of
 from ablate.judging.run import Found, by_arm
 from ablate.results.comparisons import Comparisons
 from ablate.store.checked_ledger import absent, difference, folders, refusal
+from ablate.store.databases import BESIDE
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
 from ablate.store.judged_files import keep, kept_alone
 from ablate.store.ledger import Ledger
@@ -66,7 +67,7 @@ def write_ledger(state: Path, name: str, found: Found, question: Question, files
                     more += keep(ledger, Store(state))
             if damaged:
                 more.append(f"The old ledger ({damaged}) is kept as {put_aside(path)}")
-            for suffix in ("-wal", "-shm"):
+            for suffix in BESIDE:
                 path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
             unfinished.rename(path)
     except Busy as busy:

@@ -86,12 +86,12 @@ def difference(ledger: Ledger) -> str | None:
     stamp = cache.stamp(files)
     key = cache.key_of(_CHECK, stamp)
     if stamp and cache.noted(key):
-        return None
+        return ledger.lost()
     why = _difference(ledger)
     if stamp and not why:
         with suppress(OSError):  # a cache that cannot be written: it is compared every time
             cache.note(key, "yes")
-    return why
+    return why or ledger.lost()
 
 
 def _difference(ledger: Ledger) -> str | None:
@@ -99,7 +99,7 @@ def _difference(ledger: Ledger) -> str | None:
         if why := ledger.flaw():
             return why
         for row in ledger.wanted_trials():
-            with ledger.transaction():  # one state of both, while the sweep runs
+            with ledger.snapshot():  # one state of both, while the sweep runs
                 seal = ledger.records_seal(row.trial)
                 if seal is not None and ledger.digest(row.trial) != seal:
                     return f"table records, trial {row.id}: its records are not what was written"
@@ -142,6 +142,9 @@ def remedy(path: Path, file: str = "", ledger: Ledger | None = None) -> str:
     folder = path.absolute().parent
     if kept_alone(folder) or (ledger and Judged.alone(ledger)):
         return "the same `ablate judge` command writes it again"
+    if ledger and ledger.lost():
+        command = rebuild_command(path, file).replace("rebuild", "sweep", 1)
+        return f"`{command}` reads them again from the trial folders, and runs what is missing"
     return f"`{rebuild_command(path, file)}` makes it again from the trial folders"
 
 

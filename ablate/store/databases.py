@@ -17,6 +17,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 _SQLITE, _WITH_DRIVER = "sqlite:///", "sqlite+pysqlite:///"
+BESIDE = ("-wal", "-shm", "-journal", "-commits")
+"""Endings of the files beside a database: SQLite's logs, and the number that commit_count.py keeps."""
 _MOUNTS = Path("/proc/self/mounts")
 _NETWORK = re.compile(
     r"nfs[34]?|lustre|gpfs|cifs|smb2|smb3|smbfs|9p|afs|ceph|beegfs|glusterfs|virtiofs|orangefs|pvfs2|panfs"
@@ -63,7 +65,7 @@ def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
 def misplaced(path: Path) -> str | None:
     """Return a sentence on what is in the place of a database's file or of its logs and is not a file; None
     if nothing is. SQLite reports all of this as `unable to open database file`."""
-    for part in ("", "-wal", "-shm", "-journal"):
+    for part in ("", *BESIDE):
         file = f"{path}{part}"  # a log may vanish between two looks at it, which os.path allows
         if os.path.isdir(file):
             return f"{path.name}{part} is a folder"

@@ -57,7 +57,7 @@ class Ledger(RecordQueries):
 
     def withdraw(self, arm: int) -> None:
         """Mark the members of one arm as not wanted."""
-        self.query("UPDATE members SET wanted = 0 WHERE arm = ?", arm)
+        self.write("UPDATE members SET wanted = 0 WHERE arm = ?", arm)
 
     def add_arm(
         self,
@@ -217,10 +217,10 @@ class Ledger(RecordQueries):
 
     def start_attempt(self, trial: int, attempt: int, now: float) -> None:
         """Record that an attempt starts, under the number that the trial store gave it."""
-        self.query(
+        self.write(
             "INSERT OR REPLACE INTO attempts (trial, attempt, started) VALUES (?, ?, ?)", trial, attempt, now
         )
-        self.query("UPDATE trials SET status = 'running' WHERE trial = ?", trial)
+        self.write("UPDATE trials SET status = 'running' WHERE trial = ?", trial)
 
     def end_attempt(
         self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None
@@ -228,7 +228,7 @@ class Ledger(RecordQueries):
         """Record the end of an attempt: done, diverged, failed, interrupted, or the ending that was
         ordered."""
         sql = "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?"
-        self.query(sql, now, outcome, reason, trial, attempt)
+        self.write(sql, now, outcome, reason, trial, attempt)
 
     def trial(self, trial: int) -> TrialRow:
         query = f"SELECT {TRIAL_COLUMNS} FROM trials WHERE trial = ?"
@@ -257,14 +257,14 @@ class Ledger(RecordQueries):
             "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ?"
             " WHERE trial = ?"
         )
-        self.query(sql, status, reason, seconds, reused, trial)
+        self.write(sql, status, reason, seconds, reused, trial)
         if status not in FINISHED:
-            self.query("UPDATE members SET closed = 0 WHERE trial = ?", trial)
+            self.write("UPDATE members SET closed = 0 WHERE trial = ?", trial)
 
     def note_context_free(self, trial: int, loss: float | None) -> None:
         """Record the validation loss of a model that ignores its input, so that no reader needs the trial's
         files. None: the workload reports none."""
-        self.query("INSERT OR REPLACE INTO context_free VALUES (?, ?)", trial, loss)
+        self.write("INSERT OR REPLACE INTO context_free VALUES (?, ?)", trial, loss)
 
     def context_free(self) -> dict[int, float | None]:
         """Return what `note_context_free` recorded, by number of the trial."""
@@ -273,12 +273,12 @@ class Ledger(RecordQueries):
     def requeue(self, now: float) -> int:
         """Make trials pending again that failed, were stopped, or whose controller died; return their
         number."""
-        self.query("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", now)
+        self.write("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", now)
         judged = "SELECT trial FROM members JOIN arms USING (arm) WHERE role = 'foreign'"
         ended = "status IN ('running', 'failed', 'oom', 'stopped')"
         again = f"SELECT trial FROM trials WHERE {ended} AND trial NOT IN ({judged})"
-        self.db.execute(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
-        return self.db.execute(
+        self.write(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
+        return self.write(
             f"UPDATE trials SET status = 'pending', reason = NULL WHERE trial IN ({again})"
         ).rowcount
 
@@ -340,9 +340,9 @@ class Ledger(RecordQueries):
 
     def seal_records(self, trial: int, digest: str | None) -> None:
         """Store the digest of all records of a trial. Any later record of the trial removes it, by None."""
-        self.query("DELETE FROM row_seals WHERE part = ? AND key = ?", RECORDS, str(trial))
+        self.write("DELETE FROM row_seals WHERE part = ? AND key = ?", RECORDS, str(trial))
         if digest is not None:
-            self.query("INSERT INTO row_seals VALUES (?, ?, ?)", RECORDS, str(trial), digest)
+            self.write("INSERT INTO row_seals VALUES (?, ?, ?)", RECORDS, str(trial), digest)
 
     def records_seal(self, trial: int) -> str | None:
         """Return the digest that a trial's records had when it last ended; None while it runs."""
@@ -358,7 +358,7 @@ class Ledger(RecordQueries):
         """Return the signature (`Store.signature`) that a trial's files had when they were last compared with
         its result, None if they never were. A new `signature` is stored, and returned."""
         if signature is not None:
-            self.query("INSERT OR REPLACE INTO compared VALUES (?, ?)", trial_id, signature)
+            self.write("INSERT OR REPLACE INTO compared VALUES (?, ?)", trial_id, signature)
             return signature
         return self.cell("SELECT signature FROM compared WHERE id = ?", trial_id)
 
@@ -375,7 +375,7 @@ class Ledger(RecordQueries):
         """Record a member's MLflow run, the step up to which it has all records, and True if it is
         complete."""
         sql = "UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?"
-        self.query(sql, run, step, closed, arm, seed)
+        self.write(sql, run, step, closed, arm, seed)
 
     def unshipped(self) -> int:
         """Return the number of members whose MLflow run is not complete."""
@@ -387,5 +387,5 @@ class Ledger(RecordQueries):
 
     def forget_mlflow(self) -> None:
         """Mark everything as not sent to MLflow, after its database was lost or another server was chosen."""
-        self.db.execute("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0")
-        self.db.execute("DELETE FROM sweep WHERE key = 'mlflow_parent'")
+        self.write("UPDATE members SET mlflow = NULL, shipped = -1, closed = 0")
+        self.write("DELETE FROM sweep WHERE key = 'mlflow_parent'")

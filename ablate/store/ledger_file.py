@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ablate.errors import InputError, one_line
-from ablate.store import databases, ledger_seals
+from ablate.store import commit_count, databases, ledger_seals
 from ablate.store.sweep_facts import SweepFacts
 
 FORMAT = 1
@@ -74,6 +74,7 @@ class LedgerFile:
         InputError if another version of this package wrote it, in another format; sqlite3.Error if the file
         cannot be opened, or is not a database; sqlite3.DatabaseError if a metric's name is not text."""
         self.path = path
+        self._commits: commit_count.CommitCount | None = None
         try:
             if readonly:
                 self.db = databases.open_readonly(path)
@@ -84,6 +85,7 @@ class LedgerFile:
                 check(self.db, path)
                 databases.set_journal(self.db, path, mounts)
                 create(self.db, path)
+                self._commits = commit_count.CommitCount(self.db, path)
             self.db.row_factory = sqlite3.Row
         except sqlite3.Error as error:
             error.add_note(str(path))
@@ -119,7 +121,15 @@ class LedgerFile:
 
     def close(self) -> None:
         """Close the file. The ledger is complete at every moment before."""
+        if self._commits:
+            self._commits.close()
+            self._commits = None
         self.db.close()
+
+    def write(self, sql: str, *values: str | float | None) -> sqlite3.Cursor:
+        """Execute a statement that changes rows, in a transaction."""
+        with self.atomic():
+            return self.query(sql, *values)
 
     def move_log(self) -> None:
         """Move the write-ahead log into the file, unless another process reads it just now. SQLite ignores
@@ -142,6 +152,8 @@ class LedgerFile:
             yield
             if self._replaced:
                 self.discard(self._replaced)
+            if self._commits:
+                self._commits.store()
             self.db.execute("COMMIT")
         except BaseException as error:
             if self.db.in_transaction:  # a full disk has ended it
@@ -151,6 +163,8 @@ class LedgerFile:
             raise
         finally:
             self._replaced = []
+        if self._commits:
+            self._commits.promise()
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -206,6 +220,11 @@ class LedgerFile:
             noted = [run for run in noted if run not in gone]
             self.facts.mlflow_discarded = noted
         return noted
+
+    def lost(self) -> str | None:
+        """Return a sentence on committed transactions that are missing, None if there are none. What is there
+        was written once: it is the ledger of an earlier moment."""
+        return commit_count.lost(self.db, self.path)
 
     def flaw(self) -> str | None:
         """Return a description of the first row that differs from what was written, by table and row; None if

@@ -20,6 +20,8 @@ import json
 import sqlite3
 from dataclasses import dataclass
 
+from ablate.store.commit_count import COMMITS
+
 
 @dataclass(frozen=True)
 class _Table:
@@ -111,6 +113,6 @@ def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
         " OR key NOT IN (SELECT CAST(trial AS TEXT) FROM trials))"
     )
     row = db.execute(
-        f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED]), RECORDS)
+        f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED, COMMITS]), RECORDS)
     ).fetchone()
     return ("row_seals", f"{row[0]} {row[1]}", "is not what was written") if row else None

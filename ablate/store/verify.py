@@ -48,7 +48,8 @@ class Verified:
 
 def verify(ledger: Ledger, store: Store) -> Verified:
     """Compare a ledger with its seals, and all finished trials with their folders."""
-    again, why = remedy(ledger.path, ledger=ledger), ledger.flaw()
+    why = ledger.flaw() or ledger.lost()
+    again = remedy(ledger.path, ledger=ledger)
     mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
     trials = [] if why else ledger.wanted_trials()
     counts = dict.fromkeys(("verified", "absent"), 0)
