@@ -3,7 +3,7 @@
 import difflib
 import re
 import unicodedata
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -84,6 +84,7 @@ class OwnFunctionError(InputError):
 
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 Reading = Generator[Problem, None, T]
 """A reader of a file: yields the problems in their order, and returns what was read."""
 
@@ -124,6 +125,21 @@ def _nearest(word: str, valid: tuple[str, ...], count: int) -> str:
     near = [name if len(name) <= _MOST_QUOTED else f"{name[:_MOST_QUOTED]}..." for name in near]
     listed = ", ".join(near + ([f"... ({len(valid)} in all)"] if len(valid) > len(near) else []))
     return f"{near[0]!r} is the nearest of {listed}" if near else "there is nothing to choose from"
+
+
+def by_key(pairs: Iterable[tuple[Key, T]]) -> dict[Key, list[T]]:
+    """Return the values of each key together, keys and values in their order, so that what holds for several
+    is said once."""
+    groups: dict[Key, list[T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """Return the first of many names, and the number of the others: `a, b and 3 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def printable(text: str) -> str:

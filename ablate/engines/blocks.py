@@ -12,7 +12,7 @@ A module without a linear layer inside is no block. If a model has module lists 
 (`blocks`, `layers`, `h`, ...), these are its blocks and no others are looked for.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -26,8 +26,8 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import exempt
 from ablate.engines.expert_layers import incomplete, is_packed
 from ablate.engines.linears import is_linear, is_taken, needs_proof
-from ablate.errors import nearest
-from ablate.recipes.layers import BlockOf, Layer, block_name
+from ablate.errors import by_key, nearest, some_of
+from ablate.recipes.layers import BlockOf, block_name
 from ablate.recipes.recipe import Placement
 
 _NAMED = 5
@@ -163,9 +163,8 @@ def converted_share(rows: Sequence[LayerRow]) -> float:
 
 def left(rows: Iterable[LayerRow]) -> str:
     """Name the largest matrices that are not converted, one for each reason, and count the others."""
-    by_reason = defaultdict(list)
-    for row in sorted((row for row in rows if not row.converted), key=lambda row: -row.weights):
-        by_reason[row.reason].append(row)
+    passed = sorted((row for row in rows if not row.converted), key=lambda row: -row.weights)
+    by_reason = by_key((row.reason, row) for row in passed)
     return "; ".join(
         f"{first.name} {list(first.shape)}{f' and {len(more)} more' if more else ''}: {reason}"
         for reason, (first, *more) in [*by_reason.items()][:_LISTED]
@@ -185,17 +184,13 @@ def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
     others = [f"  {row.name} {list(row.shape)}: {row.reason}" for row in rows if not row.converted]
     kept = [
         f"  {len(part.layers)} layer{'s' * (len(part.layers) > 1)} by"
-        f" {'counts of blocks' if part.decider == 'skipped' else 'a rule'}: {_shortened(part.layers)}"
+        f" {'counts of blocks' if part.decider == 'skipped' else 'a rule'}:"
+        f" {some_of([layer.name for layer in part.layers], _NAMED)}"
         for part in placements
         if part.products is None
     ]
     kept = ["in high precision:", *kept] if kept else []
     return "\n".join((head, *shown, *kept, *(["not converted:", *others] if others else ())))
-
-
-def _shortened(layers: Sequence[Layer]) -> str:
-    more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
-    return ", ".join(layer.name for layer in layers[:_NAMED]) + more
 
 
 def _linears(module: nn.Module) -> bool:
@@ -221,9 +216,7 @@ def _listed(model: nn.Module) -> Iterator[str]:
 
 def _alike(children: dict[str, nn.Module]) -> list[str]:
     """Return the names of those children whose class another child has too."""
-    classes = defaultdict(list)
-    for name, child in children.items():
-        classes[type(child)].append(name)
+    classes = by_key((type(child), name) for name, child in children.items())
     return [name for names in classes.values() if len(names) > 1 for name in names]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ablate.errors import first_line
+from ablate.errors import first_line, some_of
 
 _MOST = 0.05
 """Largest relative L2 distance: ten times what rounding operands to bf16 makes."""
@@ -52,9 +52,8 @@ def refuse_parts(stacks: Mapping[str, nn.Module], wanted: Callable[[str, nn.Modu
     for name, module in stacks.items():
         left = [layer.name for layer in module.forward.layers if not wanted(layer.name, layer)]
         if left:
-            more = f" and {len(left) - 1} more" * (len(left) > 1)
             raise ValueError(
-                f"the filter leaves out {left[0]}{more} of a stack that it takes; leave out {name}, or keep"
-                f' single experts in high precision by a layer rule: {{match: {{name: "{left[0]}"}}}}'
+                f"the filter leaves out {some_of(left, 1)} of a stack that it takes; leave out {name}, or"
+                f' keep single experts in high precision by a layer rule: {{match: {{name: "{left[0]}"}}}}'
                 " in recipe.layers.rules"
             )

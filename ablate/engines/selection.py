@@ -30,6 +30,7 @@ from ablate.engines.linears import (
     refuse_idle,
     refuse_other,
 )
+from ablate.errors import by_key
 from ablate.recipes.layers import LISTS, BlockOf, block_name
 
 
@@ -69,10 +70,8 @@ def replaced(
 
 def all_names(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> dict[str, list[str]]:
     """Return all names of each chosen module, keyed by the first."""
-    by_module: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if chosen(module):
-            by_module.setdefault(module, []).append(name)
+    modules = model.named_modules(remove_duplicate=False)
+    by_module = by_key((module, name) for name, module in modules if chosen(module))
     return {names[0]: names for names in by_module.values()}
 
 

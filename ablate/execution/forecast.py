@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from ablate.errors import by_key
 from ablate.execution.shared_prefixes import Family, note
 from ablate.execution.time_model import Load, MachinePaces, TimeModel, Trials, time_left, unproposed
 from ablate.execution.workers.placement import Need, placements
@@ -141,9 +142,7 @@ def _add_ledger(
     recorded.members = {(row.name, row.seed): row for row in rows}
     recorded.ended = unchanged and ledger.facts.ended == "done"
     recorded.pruned = {row.id for row in rows if row.status == "pruned"}
-    members: dict[str, list[Member]] = {}
-    for row in rows:
-        members.setdefault(row.name, []).append(row)
+    members = by_key((row.name, row) for row in rows)
     if experiment.keys.growth:
         recorded.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in recorded.arms]
     recorded.grouped = sum(row.role in GROUPS and store.finished(row.id) for row in rows)

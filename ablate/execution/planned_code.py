@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ablate.errors import InputError
+from ablate.errors import InputError, some_of
 from ablate.experiment.arms import Arm
 from ablate.numerics.own import Own
 from ablate.numerics.spec import own_words
@@ -86,12 +86,12 @@ def edited_error(name: str, files: Iterable[Path], discarded: int) -> InputError
     """Return the error of a sweep whose code or data were edited. `files` is empty if only a trial noticed.
     `discarded` counts the trials that ran, and may have read the edited files."""
     listed = [*map(str, files)]
-    shown = ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    shown = some_of(listed, 3) or "code or data"
     verb = "were" if len(listed) != 1 else "was"
     trials = f"the {discarded} trials" if discarded > 1 else "the trial"
     lost = f" Finished trials are kept; {trials} in flight will run again." if discarded else ""
     return InputError(
-        f"{name}: {shown or 'code or data'} {verb} edited while the sweep ran, so no trial that is left"
+        f"{name}: {shown} {verb} edited while the sweep ran, so no trial that is left"
         " would be the one that was planned. The same command runs all trials with the edited code; undo"
         f" the edit first to continue with those that are done.{lost}"
     )

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ablate import provenance
 from ablate.engines import makes_operands
-from ablate.errors import one_line
+from ablate.errors import one_line, some_of
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import conditions
@@ -109,9 +109,9 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
         own = arm.config.own_code and arm.config.in_process and not arm.recipe.plain
         if not arm.outside and (own or (arm.layers and arm.recipe.layers != Layers())):
             lines = tuple(placements(arm.recipe, arm.layers)) or (unknown,)
-            arms.setdefault(lines, []).append(one_line(arm.name))
+            arms.setdefault(lines, []).append(repr(one_line(arm.name)))
     for lines, names in arms.items():
-        yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
+        yield some_of(names, 3), lines
 
 
 def commands(experiment: Experiment, device: str) -> tuple[dict[str, str], str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Literal
 
-from ablate.errors import InputError, brief, nearest
+from ablate.errors import InputError, brief, by_key, nearest
 from ablate.experiment.schema import Metric
 from ablate.files import Json
 from ablate.judging.columns import direction_of, is_rate
@@ -99,9 +99,7 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
     if len(arms) < 2:
         lone = f"only {arms[0]} has runs with {metric.name}"
         raise InputError(f"{lone}: there is nothing to compare it with{why}")
-    spellings: dict[str, list[str]] = {}
-    for arm in arms:
-        spellings.setdefault(arm.strip().lower(), []).append(arm)
+    spellings = by_key((arm.strip().lower(), arm) for arm in arms)
     said += [
         f"{' and '.join(map(brief, alike))} are arms of their own, and differ in capitals or spaces alone"
         for alike in spellings.values()

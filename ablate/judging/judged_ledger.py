@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ablate.cache import key_of
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError, nearest, some_of
 from ablate.execution.sweep_control import check, damage, exclusive, put_aside
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
@@ -223,8 +223,7 @@ def changed_since(judged: Judged) -> str:
     read = {place: digest for place, digest in judged.sources.items() if digest}
     changed = [place for place, digest in read.items() if digest_of(place) != digest]
     if changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return f"{changed[0]}{more} no longer has what was read"
+        return f"{some_of(changed, 1)} no longer has what was read"
     return f"read from {judged.places}" + (", unchanged since" if read else "")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from ablate.errors import by_key
 from ablate.files import Json
 from ablate.judging.cells import shown
 
@@ -77,7 +78,4 @@ class Found:
 
 def by_arm(runs: Iterable[ForeignRun]) -> dict[str, list[ForeignRun]]:
     """Return the runs of each arm, in their order; there may be thousands of arms."""
-    arms: dict[str, list[ForeignRun]] = {}
-    for run in runs:
-        arms.setdefault(run.arm, []).append(run)
-    return arms
+    return by_key((run.arm, run) for run in runs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ablate.errors import InputError, brief, redact
+from ablate.errors import InputError, brief, by_key, redact, some_of
 from ablate.execution.tracking import event_files
 from ablate.judging import log_files, table_files, wandb_charts, wandb_folders
 from ablate.judging.cells import same
@@ -67,13 +67,8 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
             else:
                 runs += identified(content, where, named, said)
             sentences += [(where, sentence.removeprefix(f"{where}: ")) for sentence in dict.fromkeys(said)]
-    places_by: dict[str, list[str]] = {}
-    for where, sentence in sentences:  # what is the same of several places stands there once
-        places_by.setdefault(sentence, []).append(where)
-    said = [
-        f"{first}{f' and {len(more)} more' if more else ''}: {sentence}"
-        for sentence, (first, *more) in places_by.items()
-    ]
+    places_by = by_key((sentence, where) for where, sentence in sentences)
+    said = [f"{some_of(those, 1)}: {sentence}" for sentence, those in places_by.items()]
     copies: list[str] = []
     kept = each_once(runs, copies)
     return Found(kept, [*said, *copies], places)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from shlex import quote
 
-from ablate.errors import InputError, brief, nearest
+from ablate.errors import InputError, brief, by_key, nearest
 from ablate.files import Json
 from ablate.judging import cells
 from ablate.judging.columns import USUAL, Columns, is_rate, like_metric, metric_columns, pick, plain
@@ -222,10 +222,7 @@ class _Reading:
         """Raise InputError for rows of several runs at one step that other columns tell apart."""
         table, roles = self.table, self.roles
         steps = table.columns[roles["step"]]
-        by_step: dict[tuple[_Key, str], list[int]] = {}
-        for key, rows in self.groups.items():
-            for row in rows:
-                by_step.setdefault((key, str(steps[row])), []).append(row)
+        by_step = by_key(((key, str(steps[row])), row) for key, rows in self.groups.items() for row in rows)
         several = {at: rows for at, rows in by_step.items() if len(rows) > 1}
 
         def differing(name: str, rows: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from ablate.errors import by_key
 from ablate.experiment.schema import Metric
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.comparison_tables import arm_columns, foremost, judged, needed_cell, published_table
@@ -37,7 +38,6 @@ from ablate.results.verdict_text import verdict_notes, verdict_text
 from ablate.store.divergences import divergences
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_rows import Intervention
 from ablate.store.records import frame
 from ablate.store.registration import registered_text
 from ablate.training.alarms import Alarm
@@ -407,9 +407,7 @@ def interventions_table(sweep: Measurements) -> Table | None:
     """Return the table of what guards did in each run: how often, from which step to which, and the first
     reason. A run that a guard only ended is among those that diverged."""
     lost = {(one.member.name, one.member.seed) for one in divergences(sweep.ledger)}
-    runs: dict[tuple[str, int], list[Intervention]] = {}
-    for event in sweep.ledger.events():
-        runs.setdefault((event.arm, event.seed), []).append(event)
+    runs = by_key(((event.arm, event.seed), event) for event in sweep.ledger.events())
     columns: dict[str, Source] = {
         "arm": lambda events: events[0].arm,
         "seed": lambda events: str(events[0].seed),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from ablate.errors import InputError
+from ablate.errors import InputError, by_key
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.yaml_document import display
 from ablate.files import finite, flat
@@ -32,7 +32,6 @@ from ablate.results.verdict_text import verdict_document
 from ablate.store.checked_ledger import open_checked, refusal, unverified
 from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_rows import Member
 from ablate.training.workloads import WORKLOADS
 
 _DIGITS = 8
@@ -117,9 +116,7 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     metric, name, unsealed = ledger.facts.metric, ledger.name, unverified(ledger)
     commit = ledger.facts.provenance.get("commit") or ""
     commit = commit[:_DIGITS] + ("+" if commit and ledger.facts.diff else "")
-    members: dict[str, list[Member]] = {}
-    for member in ledger.members():
-        members.setdefault(member.name, []).append(member)
+    members = by_key((member.name, member) for member in ledger.members())
     seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
         if arm.gap is None or arm.baseline is None or arm.role in ("null", "bad"):
@@ -215,11 +212,8 @@ def _presets() -> dict[str, Fields]:
 def _titles(tasks: Mapping[str, tuple[str, Fields]]) -> dict[str, str]:
     """Return a unique title for each task: name and size, then the fields that distinguish it from tasks of
     the same size."""
-    alike: dict[str, list[str]] = {}
-    for task, (size, _) in tasks.items():
-        alike.setdefault(size, []).append(task)
     titles = {}
-    for size, group in alike.items():
+    for size, group in by_key((size, task) for task, (size, _) in tasks.items()).items():
         for task, fields in zip(group, _differences([tasks[task][1] for task in group]), strict=True):
             more = [f"and {len(fields) - _MOST_WORDS} more fields"] if fields[_MOST_WORDS:] else []
             titles[task] = ", ".join((size, *fields[:_MOST_WORDS], *more))
@@ -279,9 +273,7 @@ def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     """Group entries by the title of their table: a task and a metric. A search over workload knobs has one
     task for each point. Its arms that are alone in their task are listed in one table, by name, under a title
     that says that they are not ranked."""
-    found: dict[str, list[Entry]] = {}
-    for entry in entries:
-        found.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)
+    found = by_key((f"{entry.workload}: {_better(entry)}", entry) for entry in entries)
     alone: dict[str, list[str]] = {}
     for heading, (entry, *others) in found.items():
         if not others:

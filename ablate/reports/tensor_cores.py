@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from ablate.engines import SCALED, backend_of, makes_operands, module_name
-from ablate.errors import one_line
+from ablate.errors import by_key, one_line, some_of
 from ablate.experiment.arms import Arm
 from ablate.experiment.engine_selection import NATIVE
 from ablate.experiment.load import Experiment
@@ -66,13 +66,9 @@ def _alike(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms with equal lines, and the lines. Arms that quantise nothing, and checks beside
     the file's arms, are left out."""
-    arms: dict[tuple[str, ...], list[str]] = {}
-    for arm in experiment.arms:
-        if not (arm.recipe.plain or arm.outside) and (words_of := said(arm)):
-            arms.setdefault(words_of, []).append(one_line(arm.name))
-    for words_of, names in arms.items():
-        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        yield ", ".join(map(repr, names[:_SHOWN])) + more, words_of
+    arms = [arm for arm in experiment.arms if not (arm.recipe.plain or arm.outside)]
+    lines = by_key((words_of, repr(one_line(arm.name))) for arm in arms if (words_of := said(arm)))
+    yield from ((some_of(names, _SHOWN), words_of) for words_of, names in lines.items())
 
 
 def library(engine: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Self
 
-from ablate.errors import InputError
+from ablate.errors import InputError, some_of
 from ablate.files import Json
 from ablate.store.ledger import Ledger
 
@@ -139,8 +139,7 @@ class Judged:
     @property
     def places(self) -> str:
         """Names of what was read, in words: the first two, and the number of the others."""
-        first, more = [*self.sources][:2], len(self.sources) - 2
-        return ", ".join(first) + (f" and {more} more" if more > 0 else "")
+        return some_of([*self.sources], 2)
 
     @property
     def text(self) -> str:

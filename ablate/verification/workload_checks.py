@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from ablate.engines.blocks import passed_over
-from ablate.errors import nearest
+from ablate.errors import nearest, some_of
 from ablate.files import user_path
 from ablate.recipes import PRESETS, Recipe
 from ablate.results.number_text import counted
@@ -178,7 +178,7 @@ def promises(runs: Runs) -> Iterator[Promise]:
         yield Promise(
             f"it reads {counted(len(files), 'file')} that a trial's identity does not have",
             True,
-            ", ".join(shown[:_LISTED]) + f" and {len(shown) - _LISTED} more" * (len(shown) > _LISTED),
+            some_of(shown, _LISTED),
             "an edit of such a file does not run a finished trial again; list data under `data:` and code"
             " under `sources:` of the workload",
         )
