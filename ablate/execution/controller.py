@@ -19,7 +19,7 @@ import math
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -384,7 +384,7 @@ class Controller:
         need."""
         for arm, decision in self.projections.judge(trial).items():
             own = self.ledger.own_trials(arm)
-            self._end_trials(executor, partial(_belongs, own), "pruned", decision.reason)
+            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", decision.reason)
 
     # Messages
 
@@ -532,7 +532,3 @@ class Controller:
 
 def _ordered(order: sweep_control.Order, work: Work) -> bool:
     return work.arm.name == order["name"] if order["stop"] == "arm" else work.spec.id == order["id"]
-
-
-def _belongs(trials: Container[int], work: Work) -> bool:
-    return work.trial in trials

@@ -209,7 +209,8 @@ def shares(grid: Grid) -> list[Share]:
             for seed, value in grid.values[_with(cell, position, 1)].items():
                 shapley[seed] += weight * (value - grid.values[cell][seed])
         left_out = _difference(grid, [whole], [_with(whole, position, 0)])
-        contributions.append(Share(knob, json.dumps(levels[1]), left_out, _from_zero(shapley, grid.interval)))
+        mean = paired_difference(shapley, dict.fromkeys(shapley, 0.0), grid.interval)
+        contributions.append(Share(knob, json.dumps(levels[1]), left_out, mean))
     return contributions
 
 
@@ -228,10 +229,6 @@ def _change(levels: Sequence[Json], level: int) -> str:
 
 def _difference(grid: Grid, cells: Sequence[Cell], others: Sequence[Cell]) -> Difference:
     return paired_difference(grid.mean(cells), grid.mean(others), grid.interval)
-
-
-def _from_zero(by_seed: Mapping[int, float], interval: Interval) -> Difference:
-    return paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), interval)
 
 
 # Cost of a gap, and fronts

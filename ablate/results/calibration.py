@@ -197,19 +197,12 @@ def parts(design: Design, known: Readings, steps: int) -> Iterator[Part]:
     readings of one of the design's arms; `steps`: those of the trunk's schedule."""
     for longest in known.windows[1:] or known.windows:  # a shorter one would have windows of a few steps
         for positions in _subsets(known.positions):
-            shortest = longest / design.horizons[-1]
-            smaller = design.model_copy(
-                update={"window": round(shortest / steps, 6), "positions": _shares(positions, known, steps)}
-            )
+            shortest, same = longest / design.horizons[-1], positions == known.positions
+            # As a file writes them: their number if they are those of the calibration.
+            shares = len(positions) if same else tuple(round(each / steps, 4) for each in positions)
+            smaller = design.model_copy(update={"window": round(shortest / steps, 6), "positions": shares})
             shape = len(positions) * sum(shortest * times for times in design.horizons), positions[-1]
             yield Part(smaller, positions, longest, shape)
-
-
-def _shares(positions: Sequence[int], known: Readings, steps: int) -> int | tuple[float, ...]:
-    """Return positions as a file writes them: their number if they are those of the calibration."""
-    if list(positions) == known.positions:
-        return len(positions)
-    return tuple(round(position / steps, 4) for position in positions)
 
 
 def _subsets(positions: Sequence[int]) -> Iterator[list[int]]:

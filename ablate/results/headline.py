@@ -294,10 +294,7 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str]:
         again = next((arm for arm in sweep.arms if arm.role == "confirmed"), None)
         return "", answer_sentences.of_best(searched, again, setting)
     if any(arm.role == "searched" and arm.values and not arm.pruned for arm in sweep.arms):
-        return (
-            "No answer yet:",
-            "no arm of the search has finished all of its seeds and keeps the constraints.",
-        )
+        return "No answer yet:", "no arm of the search has all of its seeds and keeps the constraints."
     if any(arm.diverged for arm in sweep.arms) and not any(arm.values for arm in sweep.arms):
         return NO_ANSWER, "every run diverged, and no arm has a finite value to compare."
     if sweep.one_seed:

@@ -54,19 +54,20 @@ def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -
 
 
 def infeasible(ledger: Ledger) -> set[str]:
-    """Return the names of the arms of which a finished run breaks a constraint of the search."""
-    constraints = ledger.facts.constraints
-    lasts = ledger.finals(lambda name: any(constraint.metric == str(name) for constraint in constraints))
-    done = (member for member in ledger.members() if member.status == "done")
-    return {one.name for one in done if any(at > 0 for at in violations(constraints, lasts[one.trial]))}
+    """Return the names of the arms of which a run breaks a constraint of the search, or lacks its metric."""
+    limits = ledger.facts.constraints
+    lasts = ledger.finals(lambda name: any(limit.metric == str(name) for limit in limits))
+    return {
+        one.name for one in ledger.members() if any(at > 0 for at in violations(limits, lasts[one.trial]))
+    }
 
 
 def ranked(ledger: Ledger, arms: Iterable[ArmSummary], metric: Metric) -> list[ArmSummary]:
     """Return the searched arms that may win, the best mean first: all of their seeds are done, since the mean
     over those that did not diverge is not the arm's, and they keep the constraints."""
     broken, sign = infeasible(ledger), 1 if metric.direction == "minimize" else -1
-    whole = (arm for arm in arms if arm.role == "searched" and arm.whole and arm.name not in broken)
-    return sorted(whole, key=lambda arm: sign * arm.mean)
+    whole = [arm for arm in arms if arm.role == "searched" and 0 < len(arm.values) == arm.seeds]
+    return sorted((arm for arm in whole if arm.name not in broken), key=lambda arm: sign * arm.mean)
 
 
 def winner(ledger: Ledger, metric: Metric | None = None) -> str | None:

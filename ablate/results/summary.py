@@ -117,11 +117,6 @@ class ArmSummary:
         return len(self.given)
 
     @property
-    def whole(self) -> bool:
-        """True if every seed that it was given has a value."""
-        return 0 < len(self.values) == self.seeds
-
-    @property
     def unmeasured(self) -> int:
         """Number of seeds that are done without a finite value of the metric."""
         without = (self.values, self.diverged, self.missing, self.pruned, *(c.again for c in self.copies))

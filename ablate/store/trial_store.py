@@ -247,7 +247,8 @@ class Store:
 
     def last_attempt(self, trial: str) -> int:
         """Return the number of the latest attempt that has begun; 0 if none has."""
-        return max(map(_number, self._by_attempt(trial, "log-*.txt")), default=0)
+        logs = self._by_attempt(trial, "log-*.txt")
+        return max((int(path.stem.partition("-")[2]) for path in logs), default=0)
 
     def retire(self, trial: str) -> Path | None:
         """Move the trial's folder to `retired/`, so that the trial is run again from the start. Return its
@@ -468,7 +469,3 @@ def _without(event: Event, names: Collection[str]) -> Event:
 
 def _counted(sealed: Mapping[str, Json]) -> str:
     return f"{sealed['count']:,} records of digest {str(sealed['sha256'])[:8]}"
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.partition("-")[2])

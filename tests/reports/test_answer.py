@@ -668,9 +668,7 @@ def test_the_best_arm_of_a_search_has_all_of_its_seeds_and_keeps_the_constraints
     assert winner(book) == "small"
     for member in book.members(small):
         book.settle(member.trial, "failed")
-    assert (
-        Answer(book).verdict().startswith("No answer yet: no arm of the search has finished all of its seeds")
-    )
+    assert Answer(book).verdict().startswith("No answer yet: no arm of the search has all of its seeds")
     assert winner(book) is None
 
 

@@ -36,7 +36,7 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     """Draw the mean of each searched arm in the order of their proposals, and the best so far; None if fewer
     than three searched arms have a value on every seed."""
     searched = [arm for arm in arms if arm.role == "searched"]
-    values = np.array([arm.mean if arm.whole else math.nan for arm in searched])
+    values = np.array([arm.mean if len(arm.values) == arm.seeds else math.nan for arm in searched])
     if np.isfinite(values).sum() < FEWEST_POINTS:
         return None
     less = metric.direction == "minimize"
@@ -45,11 +45,7 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
     data = pd.DataFrame({"order": order, "arm": names, "value": values, "best_so_far": best})
     missing = data[~np.isfinite(data["value"])]
     question = f"Does the search still find arms with {'less' if less else 'more'} {metric.name}?"
-    without = (
-        f"{len(missing)} of {len(data):,} arms lack the value of a seed: crosses below."
-        if len(missing)
-        else ""
-    )
+    without = f"{len(missing)} of {len(data):,} arms lack a seed: crosses below." if len(missing) else ""
     drawing = Drawing(question, 7.5, 3.4, without)
     axes = drawing.body.subplots()
     dot: dict[str, Any] = {"color": COLOURS[0], "markersize": 4, "alpha": 0.7}
