@@ -57,9 +57,7 @@ def infeasible(ledger: Ledger) -> set[str]:
     """Return the names of the arms of which a run breaks a constraint of the search, or lacks its metric."""
     limits = ledger.facts.constraints
     lasts = ledger.finals(lambda name: any(limit.metric == str(name) for limit in limits))
-    return {
-        one.name for one in ledger.members() if any(at > 0 for at in violations(limits, lasts[one.trial]))
-    }
+    return {one.name for one in ledger.members() if max(violations(limits, lasts[one.trial]), default=0) > 0}
 
 
 def ranked(ledger: Ledger, arms: Iterable[ArmSummary], metric: Metric) -> list[ArmSummary]:

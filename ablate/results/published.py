@@ -126,7 +126,7 @@ def _replication(
 ) -> Replication:
     """Return a figure beside its measurement. That of two arms has no verdict yet."""
     values, kind = _measured(ledger, figure, arms.get(figure.arm)), interval_of(ledger)
-    learned = not nothing_learned([arms[name] for name in (figure.arm, figure.against) if name in arms])
+    learned = not nothing_learned([arm for name, arm in arms.items() if name in (figure.arm, figure.against)])
     if figure.against is None:
         measured = paired_difference(values, dict.fromkeys(values, 0.0), kind)
         verdict = _alike(figure, measured) if learned else Agreement("unjudged", "nothing_learned")
