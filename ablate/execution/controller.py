@@ -384,7 +384,7 @@ class Controller:
         need."""
         for arm, decision in self.projections.judge(trial).items():
             own = self.ledger.own_trials(arm)
-            self._end_trials(executor, lambda work, own=own: work.trial in own, "pruned", decision.reason)
+            self._end_trials(executor, lambda work: work.trial in own, "pruned", decision.reason)  # noqa: B023
 
     # Messages
 
