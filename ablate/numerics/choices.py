@@ -97,8 +97,8 @@ SIGNS = {
     "per_call": Signs(),
 }
 
-CANDIDATES = {"scales": "4 or 6", "grids": "e2m1 or int4", "search": "best scale"}
-"""Candidates for the quantisation of a block, with the text that tables show."""
+CANDIDATES = {"scales": "{:g} or {:g}", "grids": "e2m1 or int4", "search": "best scale"}
+"""Candidates for the quantisation of a block, with the text that tables show; `scales` with its pair."""
 CRITERIA = ("mse", "mae", "absmax")
 """Errors by which a candidate is selected."""
 IN_KERNELS = {

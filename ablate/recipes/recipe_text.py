@@ -47,8 +47,7 @@ def rounding(quant: Quant) -> str:
 def extras(quant: Quant) -> Iterator[str]:
     """Yield short descriptions of everything else that a quantiser does."""
     if quant.select:
-        pair = " or ".join(f"{value:g}" for value in sorted(quant.select.map_to))
-        among = pair if quant.select.among == "scales" else CANDIDATES[quant.select.among]
+        among = CANDIDATES[quant.select.among].format(*sorted(quant.select.map_to))
         yield f"{among} by {quant.select.criterion}"
     clip_range = quant.range
     if clip_range.statistic != "amax":
@@ -57,11 +56,10 @@ def extras(quant: Quant) -> Iterator[str]:
         ("to", clip_range.map_to, None),
         ("headroom", clip_range.headroom, 1),
         ("prescale", clip_range.prescale, 1),
+        ("scale halved below", quant.scale and quant.scale.halve_below, None),
     ):
         if value != usual:
             yield f"{name} {value:.4g}"
-    if quant.scale and quant.scale.halve_below is not None:
-        yield f"scale halved below {quant.scale.halve_below:g}"
     if quant.from_forward:
         yield "from the forward copy" + (" in bf16" if quant.source == "forward_bf16" else "")
     if quant.transform:
@@ -71,8 +69,8 @@ def extras(quant: Quant) -> Iterator[str]:
         )
     if quant.altered:
         yield f"error x {quant.error.times:g}" + ", permuted" * quant.error.permuted
-    if quant.estimator:
-        yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}, clip {quant.estimator.clip:g}"
+    if slope := quant.estimator:
+        yield slope if isinstance(slope, str) else f"DGE k={slope.k:g}, clip {slope.clip:g}"
 
 
 def cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:

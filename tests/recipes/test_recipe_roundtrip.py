@@ -512,7 +512,8 @@ def test_configurations_may_come_from_pipes(tmp_path):
         os.close(end)
     places = {option: f"/dev/fd/{pipe[0]}" for option, pipe in pipes.items()}
     piped, plain = (
-        here("recipe", "import", *(word for pair in each.items() for word in pair)) for each in (places, files)
+        here("recipe", "import", *(word for pair in each.items() for word in pair))
+        for each in (places, files)
     )
     for begin, _ in pipes.values():
         os.close(begin)

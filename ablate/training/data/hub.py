@@ -83,13 +83,10 @@ def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> s
         raise OSError(
             f"{kind} {name}: {hub} has none of that name, or it is private (HF_TOKEN); {instead}"
         ) from None
-    except HFValidationError as error:
-        why = redact(first_line(error))
-        raise OSError(f"{kind} {name}: not a name on {hub} ({why}); {instead}") from None
     except Exception as error:
-        raise OSError(
-            f"{kind} {name}: {hub} cannot be reached ({redact(first_line(error))}); {instead}"
-        ) from None
+        malformed = isinstance(error, HFValidationError)
+        why = f"not a name on {hub}" if malformed else f"{hub} cannot be reached"
+        raise OSError(f"{kind} {name}: {why} ({redact(first_line(error))}); {instead}") from None
 
 
 def quiet() -> None:

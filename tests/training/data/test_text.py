@@ -510,7 +510,9 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_sentence_with_what_there_is
     assert all(word in message for word in ("data: stdlib", "{text: files}", "ablate data prepare hub:NAME"))
     assert "\n" not in message
     assert "secret" not in message
-    with pytest.raises(OSError, match=r"dataset some/other/stories: not a name on http.*'namespace/repo_name'"):
+    with pytest.raises(
+        OSError, match=r"dataset some/other/stories: not a name on http.*'namespace/repo_name'"
+    ):
         open_corpus(HubText(dataset="some/other/stories"))
     with pytest.raises(OSError, match=r"tokenizer some/model: .* cannot be reached .*`bytes`, `bpe:N`"):
         open_tokeniser("some/model", lambda: ())
