@@ -133,7 +133,7 @@ def shares_tables(records: pd.DataFrame) -> list[Table]:
         shares = _last_shares(records, error)
         if shares.empty or not shares["value"].any():
             continue
-        arms, total = tables.arms(shares.assign(seed=0, step=0, metric=error), Metric(name=error))
+        arms, total = tables.arms(tables.errors_of_slots(records, {error}), Metric(name=error))
         values = {(line.arm, line.slot): float(line.value) for line in shares.itertuples()}
         slots = in_order(shares["slot"])
         rows: list[dict[str, Cell]] = [

@@ -5,6 +5,7 @@ import re
 import pandas as pd
 import pytest
 
+from ablate.reports.figures.style import MOST_ARMS
 from ablate.reports.operand_health import (
     BELOW,
     BEYOND,
@@ -117,6 +118,18 @@ def test_shares_are_a_row_an_arm_and_a_column_an_operand():
     assert [row["fprop.x"] for row in zero.rows] == [("5.0 %", 0.05)] * 2
     assert [row["fprop.x"][0] for row in beyond.rows] == ["0", "0.0040 %"]
     assert len(shares_tables(records())) == 1  # nothing lies beyond the grid: no table says so
+
+
+def test_a_table_of_shares_has_the_arms_that_lose_least_over_all_operands():
+    zero = records().query("arm == 'a' and metric == 'quant/fprop.x/zero_frac'")
+    lines = [
+        zero.assign(arm=f"arm {number}", metric=f"quant/{slot}/zero_frac", value=share)
+        for number in range(MOST_ARMS + 1)
+        for slot, share in (("fprop.x", 0.01 * number), ("wgrad.g", 0.05 - 0.001 * number))
+    ]
+    (table,) = shares_tables(pd.concat(lines, ignore_index=True))
+    assert [row["arm"] for row in table.rows] == [f"arm {number}" for number in range(MOST_ARMS)]
+    assert f"; {MOST_ARMS} of {MOST_ARMS + 1} arms." in table.caption
 
 
 def split(**changed: float) -> pd.DataFrame:
