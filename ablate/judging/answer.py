@@ -1,7 +1,6 @@
 """Verdicts on runs that were not started here, for Python and as JSON: `ablate.judge`."""
 
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
@@ -136,8 +135,8 @@ def judge(
 
 def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
     if isinstance(runs, Mapping):
-        if twice := [arm for arm, count in Counter(map(str, runs)).items() if count > 1]:
-            raise InputError(f"{twice[0]}: two arms have this name")
+        if len({*map(str, runs)}) < len(runs):
+            raise InputError(f"two arms have one name: {', '.join(map(repr, runs))}")
         name = metric or "value"
         made = [run for arm, values in runs.items() for run in _final_values(arm, values, name)]
         return Found(made, [], ["values given in Python"])

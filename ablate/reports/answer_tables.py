@@ -12,8 +12,7 @@ from ablate.errors import by_key
 from ablate.experiment.schema import Metric
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.comparison_tables import arm_columns, foremost, judged, needed_cell, published_table
-from ablate.reports.page import Part, Text
-from ablate.reports.plain_text import file_stem
+from ablate.reports.page import Part, Text, file_stem
 from ablate.reports.table import Cell, Column, Source, Table, cell
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, extra_tokens, front, main_effects, shares

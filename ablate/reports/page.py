@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from ablate.cache import key_of
 from ablate.errors import one_line, printable
-from ablate.reports.plain_text import (
-    file_stem,
-    html_text,
-    inline,
-    markdown_cell,
-    markdown_text,
-    pipe_table,
-)
+from ablate.reports.plain_text import html_text, inline, markdown_cell, markdown_text, pipe_table
 
 
 class Part(Protocol):
@@ -166,8 +160,8 @@ class Gallery:
 
     def _copies(self) -> list[str]:
         """Return the file names of the copies. They are distinct."""
-        titles = enumerate((title for title, _ in self.pictures), 1)
-        return [f"{file_stem(self.name, str(number), title)}.png" for number, title in titles]
+        pictures = enumerate(self.pictures, 1)
+        return [f"{file_stem(self.name, str(number), title)}.png" for number, (title, _) in pictures]
 
 
 @dataclass(frozen=True)
@@ -218,6 +212,14 @@ def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: boo
 def png(content: bytes, label: str) -> str:
     """Return a PNG file as an element of a page."""
     return f'<img alt="{html_text(label)}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+
+
+def file_stem(*words: str) -> str:
+    """Return words, such as a figure's and its metric's names, as the name of a file without its ending:
+    `curves-val-loss`. One that a file system may refuse (255 bytes with the ending) is cut, and ends in
+    digits of its hash."""
+    stem = "-".join(re.sub(r"[^\w.=]+", "-", word).strip("-") for word in words)
+    return stem if len(stem.encode()) <= 200 else f"{stem[:40]}-{key_of(stem)[:8]}"
 
 
 def slug(title: str) -> str:

@@ -12,11 +12,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ablate.cache import key_of
 from ablate.errors import one_line, printable
 
-_LONGEST_STEM = 200
-"""Most bytes of a file's name before its ending: file systems allow 255 with it."""
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NUMBER = re.compile(r"(?<![\w.=/-])[-+±]?\d[\d.,]*(?:e[-+]?\d+)?")
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
@@ -29,13 +26,6 @@ def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     marks = {note: str(number).translate(_RAISED) for number, note in enumerate(notes, 1)}
     below = [f"{mark} {note}" for note, mark in marks.items()]
     return [" ".join(marks[note] for note in row) for row in rows], below
-
-
-def file_stem(*words: str) -> str:
-    """Return words, such as a figure's and its metric's names, as the name of a file without its ending:
-    `curves-val-loss`. One that a file system may refuse is cut, and ends in digits of its hash."""
-    stem = "-".join(re.sub(r"[^\w.=]+", "-", word).strip("-") for word in words)
-    return stem if len(stem.encode()) <= _LONGEST_STEM else f"{stem[:40]}-{key_of(stem)[:8]}"
 
 
 def csv_cell(value: object) -> object:

@@ -158,8 +158,7 @@ class LedgerFile:
         except BaseException as error:
             if self.db.in_transaction:  # a full disk has ended it
                 self.db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
-                error.add_note(str(self.path))
+            error.add_note(str(self.path))
             raise
         finally:
             self._replaced = []

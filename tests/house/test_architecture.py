@@ -474,6 +474,7 @@ PATTERNS = {
     "reports.page": [
         "characters that an anchor does not keep",
         "the longest fence in a quoted file",
+        "characters that a file name does not keep",
     ],
     "verification.parity": ["characters that a file name does not keep"],
     "verification.gpu_peaks": ["GPU names, as the driver spells them"],
@@ -516,7 +517,6 @@ PATTERNS = {
     "recipes.targets.megatron_precision": ["globs on the number of a block"],
     "recipes.targets.jobs": ["`export NAME=value` in a user's file of variables"],
     "reports.plain_text": [
-        "characters that a file name does not keep",
         "spreadsheet formulas in a user's text",
         "numbers in a text, for their minus signs",
         "Markdown's bold",

@@ -813,7 +813,7 @@ def test_an_index_named_as_a_column_is_refused():
 
 
 def test_two_arms_of_one_name_are_refused():
-    with pytest.raises(InputError, match="8: two arms have this name"):
+    with pytest.raises(InputError, match="two arms have one name: 4, 8, '8'"):
         judge({4: [3.1, 3.3, 3.2], 8: [3.0, 3.1, 3.3], "8": [4.0, 4.1, 4.3]}, "4")
 
 

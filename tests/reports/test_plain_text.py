@@ -18,7 +18,7 @@ from support.experiments import ledger, sweep, tiny, write
 from ablate.cli.common import Screen
 from ablate.errors import one_line, printable
 from ablate.reports import page
-from ablate.reports.plain_text import csv_cell, file_stem, markdown_cell
+from ablate.reports.plain_text import csv_cell, markdown_cell
 from ablate.reports.table import Table
 
 NASTY = (
@@ -163,8 +163,8 @@ def test_any_text_is_a_cell_of_every_kind(text):
 
 
 def test_the_name_of_a_file_fits_a_file_system_and_tells_long_metrics_apart():
-    assert file_stem("curves", "val/loss") == "curves-val-loss"
-    names = {file_stem("curves", f"{letter * 240}/{end}") for letter in "a模" for end in ("loss", "acc")}
+    assert page.file_stem("curves", "val/loss") == "curves-val-loss"
+    names = {page.file_stem("curves", f"{letter * 240}/{end}") for letter in "a模" for end in ("loss", "acc")}
     assert len(names) == 4
     assert max(len(name.encode()) for name in names) < 240
 

@@ -32,7 +32,8 @@ from matplotlib.typing import RcKeyType
 from ablate.errors import printable
 from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.experiment.schema import Metric
-from ablate.reports.plain_text import csv_cell, file_stem, html_text, with_minus
+from ablate.reports.page import file_stem
+from ablate.reports.plain_text import csv_cell, html_text, with_minus
 
 MOST_ARMS = 40
 """Largest number of arms in a picture. Readers cannot tell more lines apart, and they take minutes to
