@@ -271,9 +271,9 @@ def _recipe(runs: Runs) -> Outcome:
         if runs.passed_over:
             names = ", ".join(sorted(runs.passed_over))
             more += f"; not converted: {names} (linears=[...] takes a subclass that computes x W^T + b)"
-        return f"nvfp4 and bf16 differ{more}", ""
+        return f"the recipe and bf16 differ{more}", ""
     return (
-        "nvfp4 and bf16 give the same numbers",
+        "the recipe and bf16 give the same numbers",
         "the model that is trained is not the one that trial.convert changed: convert it before the first"
         " step, and call its layers (not their weights)",
     )

@@ -92,9 +92,10 @@ MISTAKES = {
 
 @pytest.mark.slow
 def test_a_right_function_keeps_all_promises(code):
-    found = list(promises(Runs(workload(code, steps=6))))
+    found = list(promises(Runs(workload(code, steps=6), recipe=PRESETS["mxfp8"]())))
     assert len(found) == 7
     assert [promise for promise in found if not promise.kept] == []
+    assert "nvfp4" not in "".join(promise.detail for promise in found)
 
 
 @pytest.mark.slow
