@@ -22,7 +22,9 @@ from support.commands import here
 from support.experiments import end, gone, start, sweep, tiny, until, words_of
 from support.processes import addresses
 
+from ablate.cli.servers.mlflow import DEFAULT_PORTS, MlflowServer
 from ablate.cli.servers.reports import ReportHandler, index
+from ablate.cli.settings import find_settings
 from ablate.execution.sweep_status import read as status
 from ablate.files import lock
 from ablate.reports.report_about import write_about
@@ -316,6 +318,18 @@ def test_a_port_that_was_asked_for_and_is_taken_is_told(state):
             done.stderr
             == f"--reports-port {port}: another process listens on this port; name another port, or omit the option to take a free one\n"
         )
+
+
+@pytest.mark.slow
+def test_mlflow_takes_a_later_port_if_another_process_binds_its_first(state, monkeypatch):
+    """The default port, taken at first, is free by then."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    monkeypatch.setitem(DEFAULT_PORTS, "mlflow", port)
+    server = MlflowServer(find_settings(state=state), None)
+    with closing(server), socket.create_server(("127.0.0.1", port + 1)):
+        taken.close()
+        assert server.served(None).address == f"http://127.0.0.1:{port + 2}"
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "::1", "a" * 70])

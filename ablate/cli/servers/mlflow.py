@@ -102,7 +102,7 @@ class MlflowServer:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((HOST, port))
         if port <= self._port:
-            raise OSError
+            raise OSError(errno.EADDRINUSE, "tried before")
         return port
 
     def served(self, experiment: str | None) -> Served:
