@@ -19,7 +19,6 @@ from pathlib import Path
 from ablate.files import Busy, lock, user_path, write
 
 VARIABLE = "ABLATE_CACHE"
-_BLOCK = 1 << 20
 POLL_SECONDS = 1.0
 SETTLED_SECONDS = 2.0
 """Age in seconds below which a file may change again without a change of its modification time."""
@@ -27,8 +26,7 @@ SETTLED_SECONDS = 2.0
 
 def root() -> Path:
     """Return the folder of the cache."""
-    folder = os.environ.get(VARIABLE)
-    if folder:
+    if folder := os.environ.get(VARIABLE):
         return user_path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ablate"
 
@@ -152,6 +150,5 @@ def hash_contents(paths: Iterable[Path]) -> str:
     for path in paths:
         hashed.update(f"{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                hashed.update(block)
+            hashlib.file_digest(file, lambda: hashed)  # adds its content
     return hashed.hexdigest()[:32]

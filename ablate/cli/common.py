@@ -36,7 +36,12 @@ _POLL_SECONDS = 0.05
 def run(command: Callable[[], None]) -> None:
     """Run a command. On an InputError, print one sentence for each mistake, without a traceback, and exit
     with status 2."""
-    _open_standard_streams()
+    # In place of a stream that the caller has closed (`2>&-`). Else a file, a database or a pipe would get
+    # its number, and then hold what libraries and child processes print.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a sign that the locale lacks, such as a minus
             stream.reconfigure(errors="backslashreplace")
@@ -55,15 +60,6 @@ def run(command: Callable[[], None]) -> None:
     with suppress(OSError):  # its disk is full as well; the status remains
         print(printable(why), file=sys.stderr)
     sys.exit(BAD_INPUT)
-
-
-def _open_standard_streams() -> None:
-    """Open the null device as each standard stream that the caller has closed (`2>&-`). A file, a database or
-    a pipe would get its number, and then hold what libraries and child processes print."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(number, True)
-    os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
 
 
 @contextmanager

@@ -202,9 +202,7 @@ KEYS: dict[str, Callable[[object], str | None]] = {
 def _expand(value: object, location: str) -> object:
     """Replace $NAME and ${NAME} in a text by their values in the environment."""
     try:
-        if isinstance(value, str):
-            return _NAME.sub(lambda match: os.environ[match[1] or match[2]], value)
-        return value
+        return _NAME.sub(lambda m: os.environ[m[1] or m[2]], value) if isinstance(value, str) else value
     except KeyError as missing:
         raise InputError(f"{location}: ${missing.args[0]} is not set in the environment") from None
 
