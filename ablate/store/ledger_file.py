@@ -7,7 +7,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +221,11 @@ class LedgerFile:
         return noted
 
     def lost(self) -> str | None:
-        """Return a sentence on committed transactions that are missing, None if there are none. What is there
-        was written once: it is the ledger of an earlier moment."""
-        return commit_count.lost(self.db, self.path)
+        """Return a sentence on committed transactions that are missing, None if there are none, or the ledger
+        cannot be read (`flaw`). What is there was written once: it is the ledger of an earlier moment."""
+        with suppress(sqlite3.DatabaseError):
+            return commit_count.lost(self.db, self.path)
+        return None
 
     def flaw(self) -> str | None:
         """Return a description of the first row that differs from what was written, by table and row; None if

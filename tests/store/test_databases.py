@@ -162,7 +162,8 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal_and_works(tmp_
         with book.transaction():
             book.describe(question="who?")
             assert reader.fact("question") == "why?"
-            assert {file.name for file in tmp_path.iterdir()} == {"ledger.db", "ledger.db-journal"}
+            names = {file.name for file in tmp_path.iterdir()}
+            assert names == {"ledger.db", "ledger.db-commits", "ledger.db-journal"}
         assert reader.fact("question") == "who?"
         assert book.db.execute("PRAGMA synchronous").fetchone()[0] == 2
         book.describe(question="")

@@ -187,7 +187,8 @@ def test_whatever_a_writer_does_leaves_every_row_with_its_seal(tmp_path):
                     )(draw.choice([*trials]))
             assert difference(book.db) is None, moment
         rows = sum(book.db.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in SEALED)
-        assert book.db.execute("SELECT count(*) FROM row_seals").fetchone()[0] == rows
+        seals = "SELECT count(*) FROM row_seals WHERE part != 'commits'"
+        assert book.db.execute(seals).fetchone()[0] == rows
 
 
 def _describe_and_fail(book: Ledger) -> None:
