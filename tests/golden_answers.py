@@ -279,7 +279,7 @@ def parts(name: str, state: Path) -> Iterator[tuple[str, str]]:
 
     with closing(open_ledger(state, name)) as ledger:
         written = io.StringIO()
-        print_lines(Comparisons(ledger), Screen(written, width=100), MOST_LINES, "", True)
+        print_lines(Comparisons(ledger), Screen(written, width=100), MOST_LINES, True)
         yield "terminal", written.getvalue()
         yield "note in MLflow and Optuna", summary_markdown(ledger)
     for words in (("show", name), ("show", "--json")):

@@ -66,17 +66,15 @@ def print_answer(
     """
     with closing(open_ledger(settings.state, experiment.name)) as ledger:
         compared = Comparisons(ledger)
-        answer = print_lines(compared, screen, MOST_LINES - below, settings.state_option, not everything)
+        answer = print_lines(compared, screen, MOST_LINES - below, not everything)
         if everything:
             screen.print("")
             _print_tables(experiment, settings, screen, compared, answer.valid)
 
 
-def print_lines(
-    compared: Comparisons, screen: Screen, most: int, state_option: str = "", rows: bool = True
-) -> Headline:
-    """Print the answer in at most `most` lines, and return it. `state_option`: option that a command needs
-    for this state folder; `rows`: print rows of the table, too, if there is space."""
+def print_lines(compared: Comparisons, screen: Screen, most: int, rows: bool = True) -> Headline:
+    """Print the answer in at most `most` lines, and return it. `rows`: print rows of the table, too, if there
+    is space."""
     answer = headline_of(compared)
     checks: list[Text] = []
     kinds = {"failed": ("Failed", "red"), "warning": ("Mind", "yellow"), "passed": ("Checked", "dim")}
@@ -84,7 +82,7 @@ def print_lines(
         if texts := [one_line(check.text) for check in answer.checks if check.kind == kind]:
             line = Text(f"{word}: {'; '.join(texts)}.", style)
             checks += wrapped(line, screen, _MOST_CHECKS - len(checks))
-    remedy = _remedy(answer, screen, state_option) if most > _LEAST_FOR_REMEDY else []
+    remedy = _remedy(answer, screen) if most > _LEAST_FOR_REMEDY else []
     left = most - len(checks) - len(remedy)
     style = "green" if answer.answered else "red" if not answer.valid else "yellow"
     rest = one_line(" ".join(filter(None, (answer.text, answer.simplest))))
@@ -98,12 +96,11 @@ def print_lines(
     return answer
 
 
-def _remedy(answer: Headline, screen: Screen, state_option: str) -> list[Text]:
-    """Return the command that settles the question with its cost, or why there is none. `state_option`:
-    option that the command needs for this state folder."""
+def _remedy(answer: Headline, screen: Screen) -> list[Text]:
+    """Return the command that settles the question with its cost, or why there is none."""
     if answer.command:
         cost = wrapped(Text(f"{answer.cost[0].upper()}{answer.cost[1:]}:"), screen, _MOST_REMEDY - 1)
-        return [*cost, Text(f"  {answer.command}{state_option}")]
+        return [*cost, Text(f"  {answer.command}")]
     return wrapped(Text(answer.settling.text), screen, _MOST_REMEDY) if answer.settling else []
 
 

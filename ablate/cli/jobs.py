@@ -80,10 +80,11 @@ def export_jobs(
         f"Each task: {need}; device {settings.device}, engine {experiment.engine}."
         + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu")
     )
+    command = f"ablate collect {shlex.quote(str(folder))}{settings.state_option}"
     if experiment.keys.growth:
-        screen.print("Seeds are added by results: after `ablate collect`, export the next ones.")
+        screen.lines(f"Seeds are added by results: after `{command}`, export the next ones.")
     screen.print(f"{folder}/submit.sh --time=4:00:00   submits them, with options of sbatch")
-    screen.print(f"ablate collect {folder}   adopts what is finished, at any time")
+    screen.lines(f"{command}   adopts what is finished, at any time")
 
 
 def collect(folder: Path, flags: Flags) -> None:

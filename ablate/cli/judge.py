@@ -158,7 +158,7 @@ def judge(
     screen.lines(*map(one_line, said), style="dim")
     with closing(open_ledger(settings.state, title)) as ledger:
         answer = Answer(ledger)
-        answer.answer = print_lines(answer, screen, MOST_LINES, settings.state_option)
+        answer.answer = print_lines(answer, screen, MOST_LINES)
         for note in [check for check in answer.answer.checks if check.kind == "note"][:_NOTES]:
             screen.print(f"Note: {one_line(note.text)}.", style="dim")
         if report:

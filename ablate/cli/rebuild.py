@@ -205,7 +205,7 @@ def _refuse_damaged(settings: Settings, anew: bool, named: bool) -> None:
     running = [folder.name for folder in folders(settings.state, None) if replaces and holder(folder)]
     remedy = f"; `ablate rebuild --sync --force{settings.state_option}`, without names, replaces it"
     if running:
-        remedy = f", and in use by {', '.join(running)}; `ablate stop` ends a sweep"
+        remedy = f", and in use by {', '.join(running)}; `ablate stop{settings.state_option}` ends a sweep"
     if running or not replaces:
         raise InputError(f"{path}: damaged ({why}){remedy}")
     put_aside(path)

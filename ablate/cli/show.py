@@ -21,7 +21,7 @@ from rich.text import Text
 from ablate.cli.common import console
 from ablate.cli.options import Flags, JsonOption, complete_sweeps
 from ablate.errors import InputError, as_input_error, nearest, one_line
-from ablate.store.checked_ledger import folders, open_ledger, unverified
+from ablate.store.checked_ledger import folders, open_ledger, state_option, unverified
 from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def _leaderboard(
 
     sweeps = folders(state, None)
     if not sweeps:
-        raise InputError(f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs one")
+        option = state_option(state / "sweeps" / "X")
+        raise InputError(f"{state}: no sweep has been run there yet; `ablate sweep X.yaml{option}` runs one")
     entries, unreadable = collect(sweeps)
     for line in unreadable:
         print(line, file=sys.stderr)

@@ -22,6 +22,7 @@ from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.results.summary import Gaps
 from ablate.results.verdict_text import verdict_text
+from ablate.store.checked_ledger import state_option
 from ablate.store.databases import path_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
@@ -105,7 +106,8 @@ class Mirror:
         from ablate.execution.tracking.mlflow_tracker import behind
 
         why = f"{self.trouble or 'no answer yet'}; {redact(self._target[0])}"
-        remedy = "`ablate rebuild --sync`, or the next run of this sweep, ships the rest"
+        command = f"ablate rebuild --sync{state_option(self._path.parent)}"
+        remedy = f"`{command}`, or the next run of this sweep, ships the rest"
         return f"MLflow {behind(self._ledger):,} records behind ({why}): {remedy}"
 
     def _forget_deleted(self, uri: str) -> None:

@@ -15,7 +15,7 @@ from ablate.results.headline import Headline, headline_of
 from ablate.results.subject import described, seeds_text
 from ablate.results.summary import interval_of
 from ablate.results.unpaired import pairing
-from ablate.store.checked_ledger import unverified
+from ablate.store.checked_ledger import state_option, unverified
 from ablate.store.divergences import divergences
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
@@ -45,6 +45,7 @@ def _facts(sweep: Comparisons, answer: Headline) -> dict[str, str]:
     engines = ", ".join(sorted({spec.engine or "?" for spec in specs}))
     engine = f", engine {engines}" if any(spec.engine for spec in specs) else ""
     run = f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {seeds}{engine}."
+    file = quote(ledger.facts.file or f"{ledger.name}.yaml")
     every = {
         "Claim": answer.sentence,
         "Design": run + (f" {estimand(design, sweep.arms)}" if design else ""),
@@ -56,7 +57,7 @@ def _facts(sweep: Comparisons, answer: Headline) -> dict[str, str]:
         "Records": unverified(ledger),
         "Registered": registered_text(ledger),
         "Origin": origin.text if origin else "",
-        "Command": "" if elsewhere else f"ablate sweep {quote(ledger.facts.file or f'{ledger.name}.yaml')}",
+        "Command": "" if elsewhere else f"ablate sweep {file}{state_option(ledger.path.parent)}",
         "Made with": made,
     }
     return {name: text for name, text in every.items() if text}

@@ -27,6 +27,7 @@ from ablate.results.number_text import counted, interval, minus, number, shorten
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.sensitivity import sensitivity
 from ablate.results.summary import ArmSummary, nothing_learned
+from ablate.store.checked_ledger import state_option
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 
@@ -336,7 +337,8 @@ def _command(ledger: Ledger, settling: Settling | None) -> str:
     counts = seeds == {*range(len(seeds))} and ledger.facts.interval == "t"
     if not (counts and file and settling and settling.runs):
         return ""
-    return f"ablate sweep {shlex.quote(file)} --seeds {settling.seeds}"
+    option = state_option(ledger.path.parent)
+    return f"ablate sweep {shlex.quote(file)} --seeds {settling.seeds}{option}"
 
 
 def _simplest(sweep: Comparisons) -> str:

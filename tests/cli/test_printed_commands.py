@@ -1,5 +1,6 @@
 """Every command that README, docs and the Makefile print exists and parses; each is in a table that names the test that runs it."""
 
+import ast
 import re
 import shlex
 import shutil
@@ -302,3 +303,46 @@ def test_the_help_names_every_verb_about_recipes():
     verbs = typer.main.get_command(recipe.app).commands
     _, about = commands.VERBS["Every day"]["recipe"]
     assert {verb for verb in verbs if verb not in re.sub(r"[^\w ]", " ", about).lower().split()} == set()
+
+
+STATELESS = {
+    "`ablate sweep X.yaml": "a help text, or a mistake in a flag of the command that was typed",
+    "`ablate status` ": "a help text, or a mention",
+    "`ablate judge`": "the command that was typed, again",
+    "`ablate judge --into`": "a mention",
+    "`ablate plan`": "the command that was typed, as a plan",
+    "`ablate ui ": "the command that was typed, with a word more",
+    "`ablate recipe diff`": "a mention",
+    "{named}": "a name with the option",
+}
+"""Commands in sentences of the program that are printed without a state folder, and why."""
+
+
+def sentences(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the strings in code, with their holes as source; no docstrings."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and id(node) not in parts):
+            holes = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [
+                str(hole.value) if isinstance(hole, ast.Constant) else ast.unparse(hole) for hole in holes
+            ]
+            yield node.lineno, "".join(map(str, texts))
+
+
+def test_each_command_that_the_program_prints_names_the_state_folder():
+    takes = [verb for verb in VERBS if "--state" in here(*verb.split()[1:], "--help").stdout]
+    assert {"ablate sweep", "ablate collect", "ablate rebuild", "ablate report"} <= {*takes}
+    command = re.compile(rf"(?:{'|'.join(takes)})(?=[`\s{{])")
+    without = []
+    for package in ("cli", "execution", "judging", "reports", "results", "store"):
+        for path in sorted((ROOT / "ablate" / package).rglob("*.py")):
+            for line, text in sentences(ast.parse(path.read_text(encoding="utf-8"))):
+                if (
+                    command.search(text)
+                    and "option" not in text
+                    and not any(map(text.__contains__, STATELESS))
+                ):
+                    without.append(f"{path.name}:{line}: {text}")
+    assert not without, "\n".join(without)

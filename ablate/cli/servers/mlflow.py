@@ -69,7 +69,8 @@ class MlflowServer:
         if settings.mlflow is None:
             self._problem = f"no MLflow is set ({settings.origins['mlflow']})"
         elif path is not None and not path.exists():  # MLflow would create an empty one
-            self._problem = f"there is no {path}; `ablate rebuild --sync` creates it from all sweeps"
+            command = f"ablate rebuild --sync{settings.state_option}"
+            self._problem = f"there is no {path}; `{command}` creates it from all sweeps"
         elif not self._remote:
             self._launch()
 
