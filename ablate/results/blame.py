@@ -438,7 +438,8 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
     if search.gap is None or search.stage != "over":
         text = f"the search has requested {search.runs} runs; it is at its {search.stage}."
         return "Not answered yet:", text
-    gap = f"Gap of {names.whole} to {names.baseline}: {amount(search, search.gap, unit)}"
+    arms = f"arm {names.whole}, against {names.baseline}"
+    gap = f"All {total} together ({arms}): {amount(search, search.gap, unit)}"
     spent = f"The search took {search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
     pair = " and ".join(names.units[each] for each in sorted(search.together[0])) if search.together else ""
     joint = (
@@ -454,11 +455,14 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
             f"{gap}. No one of {total} is proved to cause it{tried}. {joint}{_findable(search, unit)} {spent}"
         )
         return "No culprit found.", text
-    found = "; ".join(f"{names.units[one]}: {amount(search, proofs[one], unit)}" for one in search.culprits)
+    found = "; ".join(
+        f"{names.units[one]} alone: {amount(search, proofs[one], unit)}" for one in search.culprits
+    )
     share = ""
     if not search.diverges and search.gap.mean > 0:
         part = math.fsum(proofs[one].mean for one in search.culprits) / search.gap.mean
-        share = f", {part:.0%} of the gap".replace("%", " %")
+        over = " (over 100 %: noise, or units that offset it)" if round(part, 2) > 1 else ""
+        share = f", {100 * part:.0f} % of the damage of all units{over}"
     lead = "Culprit:" if len(search.culprits) == 1 else "Culprits:"
     more = _rest(search, names, unit) + joint + _findable(search, unit)
     return lead, f"{found}{share}. {gap}. {more} {spent}"
