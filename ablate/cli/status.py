@@ -20,6 +20,7 @@ from ablate.cli.options import Flags, JsonOption, Sweeps
 from ablate.errors import one_line
 from ablate.execution.sweep_control import compared
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
+from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.reports.plain_text import duration, time_left
 from ablate.reports.report_about import current
 from ablate.store.checked_ledger import folders, state_option
@@ -174,7 +175,7 @@ def _running_table(trials: list[RunningTrialStatus]) -> Table:
     table = plain_table("running", *right[:3], "", *right[3:], "where", right=right, style="dim")
     for trial in trials[:_MOST_RUNNING]:
         table.add_row(
-            Text(one_line(trial.arm)),
+            Text(one_line(trial.arm).replace(CONFIRM, WINNER)),
             str(trial.seed),
             str(trial.attempt),
             f"{trial.step}/{trial.steps}",
@@ -195,7 +196,8 @@ def _failure_lines(failures: list[Failure], option: str) -> list[Text]:
     for failure in failures[:_MOST_FAILURES]:
         status, reason = _STATUS_TEXTS.get(failure.status, failure.status), failure.reason
         reason = reason if reason.startswith(status) else f"{status}: {reason}"
-        run = (f"{one_line(failure.arm)} seed={failure.seed}  ", "bold")
+        arm = one_line(failure.arm).replace(CONFIRM, WINNER)
+        run = (f"{arm} seed={failure.seed}  ", "bold")
         lines.append(Text.assemble(run, (reason, "red"), (f"  {failure.trial}", "dim")))
         lines += [Text(f"    {line}", "dim") for line in failure.log]
     if (more := len(failures) - _MOST_FAILURES) > 0:

@@ -43,6 +43,7 @@ from ablate.execution.tracking.access import check_login
 from ablate.execution.tracking.tracker import open_trackers
 from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import remarks
+from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.provenance import other_package, own_command
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.plain_text import duration, wrapped
@@ -233,7 +234,9 @@ class SweepRun:
                 "status": status,
                 "seconds": round(seconds, 1),
                 "counts": dict(counts),
-                "failures": [f"{trial.name} seed={trial.seed}: {trial.reason}" for trial in failed],
+                "failures": [
+                    f"{each.name} seed={each.seed}: {each.reason}".replace(CONFIRM, WINNER) for each in failed
+                ],
                 "table": table,
                 "text": f"{name}: {text}" + ", ".join(f"{number} {word}" for word, number in counts.items()),
             }

@@ -38,6 +38,7 @@ from ablate.execution.time_model import TimeModel
 from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
+from ablate.experiment.roles import CONFIRM, WINNER
 from ablate.files import Json, full
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Result, Store
@@ -332,7 +333,7 @@ class Controller:
             return
         attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
         request = self._request(work, attempt)
-        name, now = one_line(work.arm.name), time.time()
+        name, now = one_line(work.arm.name).replace(CONFIRM, WINNER), time.time()
         self._running[work.spec.id] = Running(
             name, work.seed, work.trial, attempt, now, work.spec.steps, request, work
         )

@@ -453,5 +453,7 @@ def test_the_winner_of_a_search_runs_again_on_fresh_seeds_once(tmp_path):
     assert {seed for _, seed in fresh} == {2, 3, 4}
     assert len(fresh) == 3
     assert any("runs again on 3 fresh seeds" in line for line in news)
+    assert any(line.startswith("winner on fresh seeds, ") for line in news)
+    assert not any("confirm: " in line for line in news)
     again, _ = sweep(experiment, tmp_path)
     assert (again.status, again.ran, statuses(tmp_path)) == ("done", 0, found)
