@@ -171,6 +171,21 @@ def test_the_head_of_a_table_is_printed_on_each_of_its_sheets(browser, pages, tm
     assert all("specification" in sheet for sheet in sheets), sheets
 
 
+SPLIT = """
+const lines = text => { const range = document.createRange(); range.selectNodeContents(text); return range.getClientRects().length; };
+return [...document.querySelectorAll(".scroll td:first-child")].filter(cell => cell.textContent.trim() === "registered")
+  .map(cell => lines(cell));
+"""
+"""Lines of each first cell that is the word `registered`."""
+
+
+def test_a_word_in_a_narrow_column_is_printed_in_one_line(browser, pages):
+    browser.get(pages["grid"][0].as_uri())
+    browser.set_window_size(720, 900)  # about a sheet of A4
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert browser.execute_script(SPLIT) == [1]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("kind", PAGES)
 def test_every_text_can_be_read_on_its_ground(browser, pages, scheme, kind):
