@@ -111,9 +111,8 @@ def row_of(kernel: Any, given: dict[str, Any]) -> str:
             turned = ["signs" not in constants, given.get("signs") is not None]
             return lower[0] != lower[1], turned[0] != turned[1]
         if "out" in given and "SIZE" in given:
-            return constants.get("ROUNDS") != given.get("ROUNDS"), ("base" in constants) != (
-                given.get("base") is None
-            )
+            absent = [(name in constants) != (given.get(name) is None) for name in ("base", "slope")]
+            return constants.get("ROUNDS") != given.get("ROUNDS"), *absent
         if "limit" in given:
             return ("limit" in constants) != (given["limit"] is None), 0
         if "BACK" in given and ("factor" in constants) != (given["factor"] is None):

@@ -89,7 +89,7 @@ ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
 BY_ROW = dict.fromkeys(
     [f"{base}{name}_BY_ROW" for base in ("", "BASE_") for name in ("FIRST", "SECOND")], False
 )
-SUM = BY_ROW | {"ROUNDS": True, "ALONG": None, "side": None, "SIZE": 4096}
+SUM = BY_ROW | {"ROUNDS": True, "ALONG": None, "side": None, "slope": None, "SIZE": 4096}
 ONE = SUM | dict.fromkeys(("base", "base_first", "base_second"))
 PARTED = {"BY_ROW": False, "SIZE": 4096}
 TURN = {"FORM": general_cuda.described(NEAREST, 32, False)}
@@ -117,6 +117,9 @@ BUILDS = {
     "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
     "scale and round": Build("result", "scaled", "fp32", ONE),
     "scale, add and round": Build("result", "scaled", "fp32", SUM),
+    "scale, round and multiply by slopes": Build(
+        "result", "scaled", "fp32", {name: one for name, one in ONE.items() if name != "slope"}
+    ),
     **{
         f"general, {preset} {slot}": operand(preset, slot)
         for preset, slot in (
@@ -179,7 +182,8 @@ def type_of(name: str, build: Build) -> str:
     if kind == "out" and build.module == "result":
         return "*" + build.out
     numbers = ["y", "base", "first", "second", "current", "past", "entry", "before"]
-    numbers += ["side", "rest", "limit", "means"]
+    numbers += ["side", "slope", "rest", "means"]
+    numbers += ["limit"] * (build.kernel == "parted")
     numbers += {"turn": ["factor"], "rescaled": ["out"]}.get(build.kernel, [])
     if kind in numbers:
         return "*fp32"
@@ -190,7 +194,7 @@ def type_of(name: str, build: Build) -> str:
         f"*{pointers[kind]}"
         if kind in pointers
         else "fp32"
-        if kind in ("top", "headroom", "divisor", "factor")
+        if kind in ("top", "headroom", "divisor", "factor", "limit")
         else "i32"
     )
 

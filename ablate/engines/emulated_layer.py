@@ -54,6 +54,7 @@ from ablate.engines.weight_casts import WeightCasts
 from ablate.errors import OutsideStepError, OwnFunctionError
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
+from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import linear, split_product
 from ablate.numerics.quantize import Keep, Operand, lasts, quantize, quantize_both
@@ -345,10 +346,12 @@ class EmulatedLinear(Replacement):
             self.casts.add(slot, quant, rotation, weight, parts)
         return parts
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
-        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`.
-        `wide` is that of `product.product`."""
-        return split_product(a, b, out, wide=wide)
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
+    ) -> Tensor:
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`,
+        and finished."""
+        return split_product(a, b, out, finish=finish)
 
     def _count(self, slot: str, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
@@ -452,7 +455,9 @@ class Redrawn(EmulatedLinear):
 
     multiplied: tuple[list[Operand], list[Operand]]
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
+    ) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
         self.multiplied = a, b
-        return super().multiply(a, b, out, wide)
+        return super().multiply(a, b, out, finish)

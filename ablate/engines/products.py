@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ablate.engines.ranks import Divided, DrawArguments, Sharded
 from ablate.numerics import choices
-from ablate.numerics.estimators import slope
+from ablate.numerics.estimators import finish, unfinished_slope
 from ablate.numerics.hadamard import scale_rotated
+from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order, linear
 from ablate.numerics.quantize import Keep, Operand
@@ -100,7 +101,7 @@ class Casting(Protocol):
     ) -> tuple[list[Operand], list[Operand]]: ...
 
     def multiply(
-        self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
     ) -> Tensor: ...
 
     def draws_at(self, slot: str) -> DrawArguments: ...
@@ -150,7 +151,7 @@ class Call(torch.autograd.Function):
 Kept = Sequence[Tensor | None]
 """Tensors saved for the backward pass: x, w (or their forward copies), and the slopes of their two casts.
 
-A slope is None if its cast passes the gradient straight through.
+`estimators.finish` completes a slope. It is None if its cast passes the gradient straight through.
 """
 
 
@@ -177,7 +178,7 @@ def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[T
             exact = quant is not None and quant.source == "forward"
             sources[copied] = copy if exact else copy.to(torch.bfloat16)
     slopes = {
-        slot: slope(parts[0])
+        slot: unfinished_slope(parts[0])
         for slot, parts in operands.items()
         if parts[0].quant and parts[0].quant.estimator
     }
@@ -212,21 +213,13 @@ def backward(
             wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
         else:
             wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, w)
-        dx = _through(_product(layer, "dgrad", g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
+        dx = _gradient(layer, "dgrad", g, wt, DTYPES[spec.gemm], products, x_slope)
     if needs[1]:
         wgrad = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
-        divided = layer.divided
         # Rounded in the memory of the weight's fp32 gradient, unless something else looks at it first.
-        wide = w.dtype == torch.float32 and not (w_slope is not None or layer.sharded or layer.context.probe)
-        total = _product(layer, "wgrad", gt, xt, torch.float32 if divided else DTYPES[wgrad.dw], wide)
-        dw = _through(
-            divided.total(total, DTYPES[wgrad.dw]) if divided else total,
-            w_slope,
-            layer,
-            "fprop.w",
-            products,
-        )
+        wide = w.dtype == torch.float32 and not (layer.sharded or layer.context.probe)
+        dw = _gradient(layer, "wgrad", gt, xt, DTYPES[wgrad.dw], products, w_slope, wide)
         dw = layer.sharded.scatter(dw) if layer.sharded else dw
     if probe := _watching(layer):
         probe.gradients(layer, products, kept, dy, (dx, dw))
@@ -239,10 +232,10 @@ def _watching(layer: Casting) -> Probe | None:
 
 
 def _product(
-    layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False
+    layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
 ) -> Tensor:
-    """Return a b^T, rounded once to `out`, after the layer's probe has received it."""
-    result = layer.multiply(a, b, out, wide)
+    """Return a b^T, rounded once to `out` and finished, after the layer's probe has received it."""
+    result = layer.multiply(a, b, out, finish)
     if layer.context.probe is not None:
         layer.context.probe.product(layer.name, name, result)
     return result
@@ -254,12 +247,25 @@ def _from_forward(products: Products, slot: str) -> bool:
     return products.dequantised(slot) or (quant is not None and quant.from_forward)
 
 
-def _through(
-    gradient: Tensor, factor: Tensor | None, layer: Casting, slot: str, products: Products
+def _gradient(
+    layer: Casting,
+    name: str,
+    a: list[Operand],
+    b: list[Operand],
+    out: torch.dtype,
+    products: Products,
+    slope: Tensor | None,
+    wide: bool = False,
 ) -> Tensor:
-    """Return the gradient of a cast's input, given that of its output and the cast's slope `factor`. The
-    product with the slope is taken in the rotated domain, where the cast was."""
-    if factor is None:
-        return gradient
-    where = layer.draws_at(slot)["product"]
-    return scale_rotated(gradient, factor, products.fprop.hadamard, layer.clock, where)
+    """Return a product of the backward pass, rounded once to `out`, through the slope of the forward cast.
+    The product with the slope is taken in the rotated domain, where the cast was."""
+    slot, divided = ("fprop.x", None) if name == "dgrad" else ("fprop.w", layer.divided)
+    last, rotation = finish(slope, products.slot(slot), wide), products.fprop.hadamard
+    # A probe and a sum over ranks take the product without the slope, and a kernel rotates no result.
+    if not divided and (slope is None or (rotation is None and layer.context.probe is None)):
+        return _product(layer, name, a, b, out, last)
+    total = _product(layer, name, a, b, torch.float32 if divided else out)
+    total = divided.total(total, out) if divided else total
+    if last.factor is None:
+        return total
+    return scale_rotated(total, last.factor, rotation, layer.clock, layer.draws_at(slot)["product"])

@@ -56,6 +56,7 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
+from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, split_product
 from ablate.numerics.quantize import Operand
@@ -203,14 +204,16 @@ class ScaledLinear(EmulatedLinear):
         super().__init__(*place, **how)
         self.native = native
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
+    ) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`. The first
         parts, which the operands' own quantisers made, are multiplied by tensor cores if they fit."""
         family = self.family_of(a, b, out)
         if family is None:
-            return super().multiply(a, b, out, wide)
+            return super().multiply(a, b, out, finish)
         inner = out if len(a) == len(b) == 1 else torch.float32
-        return split_product(a, b, out, self.native_product(a[0], b[0], family, inner))
+        return split_product(a, b, out, self.native_product(a[0], b[0], family, inner), finish)
 
     def native_product(self, a: Operand, b: Operand, family: Family, out: torch.dtype) -> Tensor:
         """Return a b^T, multiplied in a family that both operands fit in, rounded once to `out`."""

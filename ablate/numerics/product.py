@@ -36,11 +36,14 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
 
 
 def product(
-    a: Operand, b: Operand, out: torch.dtype, base: Tensor | cuda.Addend | None = None, wide: bool = False
+    a: Operand,
+    b: Operand,
+    out: torch.dtype,
+    base: Tensor | cuda.Addend | None = None,
+    finish: cuda.Finish = cuda.PLAIN,
 ) -> Tensor:
-    """Return base + a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
-    `base` is fp32 [M, N], or one that a GPU's kernel adds; None: zeros. `wide`: a GPU's kernel may return the
-    rounded result in fp32.
+    """Return base + a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32, rounded once to `out`, and
+    finished. `base` is fp32 [M, N], or one that a GPU's kernel adds; None: zeros.
 
     If the two are padded to different lengths, the shorter is padded with zeros. `out` fp32 keeps the
     accumulator of a tensor core; on a CPU this takes fp32 operands, at about twice the cost, since torch has
@@ -49,7 +52,9 @@ def product(
     left, right = _aligned(a, b)
     divisor = a.divisor * b.divisor
     if cuda.can_scale(left, a.amax, b.amax, divisor, out):
-        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base, wide)
+        return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base, finish)
+    if finish.slope is not None:
+        return finish.of(product(a, b, out, base))
     if base is not None:
         assert isinstance(base, Tensor)
         return (base + product(a, b, torch.float32)).to(out)
@@ -74,34 +79,38 @@ def split_product(
     b: Sequence[Operand],
     out: torch.dtype,
     first: Tensor | None = None,
-    wide: bool = False,
+    finish: cuda.Finish = cuda.PLAIN,
 ) -> Tensor:
-    """Return the product of two operands that are sums of parts (`transform.split`), rounded once to `out`.
-    `first` is the product of the two first parts, in fp32 if there are more; None: it is computed here.
-    `wide` is that of `product`."""
+    """Return the product of two operands that are sums of parts (`transform.split`), rounded once to `out`,
+    and finished.
+    `first` is the product of the two first parts, in fp32 if there are more; None: it is computed here."""
     if len(a) == len(b) == 1:
-        return product(a[0], b[0], out, wide=wide) if first is None else first
+        return product(a[0], b[0], out, finish=finish) if first is None else finish.of(first)
     pairs = [(left, right) for left in a for right in b]
     if first is None and len(pairs) == 2:
         pairs.reverse()  # a sum of two has one order, and the first parts' product adds in its own launch
         left, right = pairs[1]
         plain = all(each.equal is each.nonzero is None for each in (left, right))
         if plain and cuda.can_scale(left.values, left.amax, right.amax, left.divisor * right.divisor, out):
-            return product(left, right, out, _addend(*pairs[0]), wide)
+            return product(left, right, out, _addend(*pairs[0]), finish)
     total = _of_parts(*pairs[0]) if first is None else first
     for left, right in pairs[1:-1]:
         total = _of_parts(left, right, total)
-    return _of_parts(*pairs[-1], total, out, wide)
+    return _of_parts(*pairs[-1], total, out, finish)
 
 
 def _of_parts(
-    a: Operand, b: Operand, base: Tensor | None = None, out: torch.dtype = torch.float32, wide: bool = False
+    a: Operand,
+    b: Operand,
+    base: Tensor | None = None,
+    out: torch.dtype = torch.float32,
+    finish: cuda.Finish = cuda.PLAIN,
 ) -> Tensor:
-    """Return base + a b^T, rounded once to `out`."""
+    """Return base + a b^T, rounded once to `out`, and finished."""
     if all(one.equal is None and one.nonzero is None for one in (a, b)):
-        return product(a, b, out, base, wide)
+        return product(a, b, out, base, finish)
     sums = _of_few(a, b)
-    return (sums if base is None else base + sums).to(out)
+    return finish.of((sums if base is None else base + sums).to(out))
 
 
 def _addend(a: Operand, b: Operand) -> Tensor | cuda.Addend:

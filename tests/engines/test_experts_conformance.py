@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ablate.engines.emulated import convert
 from ablate.engines.expert_layers import EmulatedExpert, GroupedCall
 from ablate.engines.products import Probe
+from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
 from ablate.recipes.presets import nvfp4
@@ -59,11 +60,13 @@ class Watched:
     def __getattr__(self, name: str) -> object:
         return getattr(self.layer, name)
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
+    ) -> Tensor:
         self.multiplied.append((a[0], b[0]))
         if self.given and len(self.multiplied) == 3:  # y, dx, dw
             a, b = ([operand] for operand in self.given)
-        return self.layer.multiply(a, b, out, wide)
+        return self.layer.multiply(a, b, out, finish)
 
 
 Made = Callable[[list[EmulatedExpert]], Sequence[EmulatedExpert | Watched]]

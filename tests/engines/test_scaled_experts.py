@@ -16,6 +16,7 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.scaled_mm import Native, ScaledExpert, convert
 from ablate.numerics.encoded import COLUMNS, ROWS
+from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
@@ -38,12 +39,15 @@ class Exact(EmulatedExpert):
         super().__init__(*place, **how)
         self.backend = backend
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
-        ours = super().multiply(a, b, out, wide)
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
+    ) -> Tensor:
+        ours = super().multiply(a, b, out, finish)
         if verdict(a[0].quant, b[0].quant, out == torch.float32, self.backend).family is None:
             return ours
         single = len(a) == len(b) == 1
-        exact = split_product(a, b, out, exact_product(a[0], b[0], out if single else torch.float32))
+        first = exact_product(a[0], b[0], out if single else torch.float32)
+        exact = split_product(a, b, out, first, finish)
         bound = 2.0**-7 * exact.double().abs() + 1e-5 * exact.double().abs().max()
         assert ((ours.double() - exact.double()).abs() <= bound).all()
         return exact

@@ -18,6 +18,7 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal
 from ablate.engines.scaled_mm import Factors, Native, ScaledLinear, convert
 from ablate.numerics.encoded import decode, encode
+from ablate.numerics.kernels.cuda import PLAIN
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, split_product
 from ablate.numerics.quantize import Operand, quantize
@@ -39,11 +40,11 @@ def native(cores: TensorCores, backend: str = "cublaslt") -> Native:
 
 
 class Kept:
-    """A layer that keeps its products: both operands, the output's type, and the result."""
+    """A layer that keeps its products: both operands, the output's type, the result, and its last steps."""
 
-    def multiply(self, a, b, out, wide=False):
-        result = super().multiply(a, b, out, wide)
-        self.seen.append((a, b, out, result))
+    def multiply(self, a, b, out, finish=PLAIN):
+        result = super().multiply(a, b, out, finish)
+        self.seen.append((a, b, out, result, finish))
         return result
 
 
@@ -100,7 +101,7 @@ def compared(
     assert len(cores.calls) - first == sum(given.runs == "native" for given in planned.values())
     counts = {}
     for (name, given), ours, theirs in zip(planned.items(), emulated.seen, scaled.seen, strict=True):
-        (a, b, out, result), returned = ours, theirs[3]
+        (a, b, out, result, finish), returned = ours, theirs[3]
         if given.runs != "native":
             assert torch.equal(result, returned), name
             continue
@@ -112,7 +113,7 @@ def compared(
             assert not read[:, columns:].any(), slot
             counts[slot] = operand.values.numel()
         rests = exact_product(a[0], b[0], torch.float32 if given.parts else out)
-        expected = split_product(a, b, out, rests)
+        expected = split_product(a, b, out, rests, finish)
         assert torch.equal(returned, expected), name
         # The emulator's own result, whose sums are in fp32 and in another order.
         far = (result.double() - expected.double()).abs()
@@ -273,7 +274,7 @@ def test_torch_multiplies_fp8_on_a_cpu_as_the_emulator_does(x, w, g, shape, wide
     inside = inputs(shape)
     run(emulated, *inside)
     run(scaled, *inside)
-    for ((a,), (b,), out, ours), (*_, theirs) in zip(emulated.seen, scaled.seen, strict=True):
+    for ((a,), (b,), out, ours, _), (*_, theirs, _) in zip(emulated.seen, scaled.seen, strict=True):
         expected = exact_product(a, b, torch.float32).double()
         reach = magnitudes(a, b) * 2.0**-20
         step = 2.0**-7 * expected.abs() if out == torch.bfloat16 else 0.0

@@ -569,13 +569,15 @@ def test_a_form_that_is_not_theirs_is_refused():
 @pytest.mark.skipif(
     not INTERPRETED, reason="products on a GPU add in another order; its operands are tested above"
 )
-def test_a_layer_reads_its_gradient_once_and_changes_no_bit(monkeypatch):
+@pytest.mark.parametrize("estimator", [None, "clip_mask", Dge()])
+def test_a_layer_reads_its_gradient_once_and_changes_no_bit(estimator, monkeypatch):
     linear, clock = nn.Linear(32, 48, bias=False), Clock(3)
+    recipe = PRESETS["nvfp4"]().changed({"fprop.w.estimator": estimator})
     x, dy = drawn((21, 32), "ordinary").float(), drawn((21, 48), "ordinary").float()
 
     def products() -> list[Tensor]:
         layer = EmulatedLinear(linear, "blocks.0.linear", clock, torch.bfloat16)
-        layer.products = PRESETS["nvfp4"]().products
+        layer.products = recipe.products
         given = x.clone().requires_grad_()
         linear.weight.grad = None
         y = layer(given)
@@ -620,8 +622,15 @@ def test_a_product_is_scaled_and_rounded_as_by_torch(out):
         expected = (y * (numerator / torch.tensor(divisor))).to(out)
         given = [None if amax is None else amax.to(DEVICE) for amax in amaxes]
         assert same(cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out).cpu(), expected)
-        wide = cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out, wide=True)
-        assert same(wide.cpu(), expected.float())
+        slope = y.roll(3, 1).abs()
+        sloped = (expected.float() * (slope / torch.tensor(5.0)).clamp(max=3.0)).to(out)
+        for wide, (steep, result) in itertools.product(
+            (False, True), [(None, expected), (slope.to(DEVICE), sloped)]
+        ):
+            finish = cuda.Finish(wide, steep, 5.0, 3.0)
+            made = cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out, finish=finish)
+            assert same(made.cpu(), result.float() if wide else result)
+            assert same(finish.of(expected.to(DEVICE)).cpu(), result)
         base = y.roll(1, 0)
         expected = (base + y * (numerator / torch.tensor(divisor))).to(out)
         added = cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out, base.to(DEVICE))
@@ -706,7 +715,7 @@ def test_a_product_of_two_parts_is_one_launch_and_the_bits_of_two(out):
                 with mock.patch.object(cuda, "runs_on", return_value=False):
                     expected = split_product(a, b, out)
                 with mock.patch.object(cuda, "scaled", wraps=cuda.scaled) as scaled:
-                    made = split_product(a, b, out, wide=wide)
+                    made = split_product(a, b, out, finish=cuda.Finish(wide))
                 assert scaled.call_count == 1
                 assert same(made, expected.float() if wide else expected)
 

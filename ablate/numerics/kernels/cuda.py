@@ -12,6 +12,7 @@ nothing.
 """
 
 import hashlib
+import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -72,7 +73,7 @@ def unusable(device: torch.device) -> str:
 TRIAL = {
     "counted": "9f183705ea88ee52",
     "remembered": "295747eb62673cf7",
-    "scaled": "89f0c80cc48dfd14",
+    "scaled": "39f4e2e3da42ba35",
     "parted": "cc6b9f97c20d8e4d",
     "turned": "06a8e00345f4f0b8",
     "rescaled": "06bed2027bbbcc35",
@@ -119,13 +120,17 @@ def problem(device: torch.device) -> str:
     try:
         x = trial_matrix().to(device)
         ordered = order_statistic(x, None, TRIAL_RANK)
-        product = scaled(x.to(torch.float32), *ordered, TRIAL_DIVISOR, torch.bfloat16)
+        steep = Finish(slope=x.abs().to(torch.float32), divisor=5.0, limit=3.0)
+        products = [
+            scaled(x.to(torch.float32), *ordered, TRIAL_DIVISOR, torch.bfloat16, None, finish)
+            for finish in (PLAIN, steep)
+        ]
         past = ordered[0].expand(3).contiguous()
         means = x[:1].to(torch.float32)
         found = {
             "counted": digest(*(each.view(1) for each in ordered)),
             "remembered": digest(*(each.view(-1) for each in remembered(ordered[1], past, ordered[0], 1, 3))),
-            "scaled": digest(product),
+            "scaled": digest(*products),
             "parted": digest(*parted(x, x.dtype, ordered[0]), *parted(x, x.dtype, means=means)),
         } | {name: digest(launch(x)) for name, launch in OTHER_TRIALS.items()}
     except Exception as error:  # whatever Triton, the compiler or the driver raises
@@ -174,6 +179,35 @@ class Addend(NamedTuple):
     """bf16 or fp32 [1, N] of sums [M, 1], or [M, 1] of sums [1, N]; None: 1."""
 
 
+class Finish(NamedTuple):
+    """Last steps of a product, which has been rounded to the type of its result."""
+
+    wide: bool = False
+    """A GPU's kernel may return the rounded result in fp32."""
+    slope: Tensor | None = None
+    """fp32, with the rows of the result and at least its columns: the result is multiplied by
+    slope / divisor, at most `limit`, and rounded again."""
+    divisor: float = 1.0
+    limit: float = math.inf
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The slope after its division and limit."""
+        if self.slope is None or (self.divisor, self.limit) == (1.0, math.inf):
+            return self.slope
+        # By a tensor, because a GPU may turn `/ number` into `* reciprocal`.
+        return (self.slope / self.slope.new_full((), self.divisor)).clamp(max=self.limit)
+
+    def of(self, y: Tensor) -> Tensor:
+        """Return the result of a product y, by torch's operations."""
+        factor = self.factor
+        # Computed in fp32, and rounded once.
+        return y if factor is None else torch.mul(y, factor[:, : y.shape[1]], out=torch.empty_like(y))
+
+
+PLAIN = Finish()
+
+
 def scaled(
     y: Tensor,
     first: Tensor | None,
@@ -181,10 +215,10 @@ def scaled(
     divisor: float,
     out: torch.dtype,
     base: Tensor | Addend | None = None,
-    wide: bool = False,
+    finish: Finish = PLAIN,
 ) -> Tensor:
-    """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch;
-    `wide`: returned in fp32.
+    """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, and finished, in one
+    launch.
 
     y is fp32 [M, N], contiguous, and overwritten by an fp32 result; `base`, fp32 like y, None for zeros.
     `first` and `second` are the operands' amaxes, fp32 on the device: a scalar, or [M, 1] and [N, 1]; None:
@@ -192,9 +226,10 @@ def scaled(
     """
     from ablate.numerics.kernels import result as device_code
 
-    target = y if wide or out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
+    target = y if finish.wide or out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
     base = base if isinstance(base, Addend) else Addend(base)
-    sums, side = (None if each is None else each.contiguous() for each in (base.sums, base.side))
+    given = base.sums, base.side, None if finish.slope is None else finish.slope[:, : y.shape[1]]
+    sums, side, slope = (None if each is None else each.contiguous() for each in given)
     along = None
     if sums is not None and sums.shape != y.shape:
         along = "row" if sums.shape[0] == 1 else "column"
@@ -205,7 +240,8 @@ def scaled(
         grid = (-(-y.numel() // device_code.SIZE),)
         with torch.cuda.device_of(y):
             device_code.scaled[grid](
-                y, target, *factors[0], sums, *factors[1], side, y.numel(), y.shape[-1],
+                y, target, *factors[0], sums, *factors[1], side, slope, *finish[2:],
+                y.numel(), y.shape[-1],
                 out == torch.bfloat16, *per_row[0], along, *per_row[1], device_code.SIZE, **EXACT,
             )  # fmt: skip
     return target

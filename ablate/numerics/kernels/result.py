@@ -4,7 +4,7 @@ parts taken out, amaxes kept."""
 import triton
 import triton.language as tl
 
-from ablate.numerics.kernels.arithmetic import FLT_MAX, nearest_bf16, stored, to_float
+from ablate.numerics.kernels.arithmetic import FLT_MAX, at_most, nearest_bf16, stored, to_float
 
 SIZE = 4096
 """Elements of a program."""
@@ -12,7 +12,8 @@ SIZE = 4096
 
 @triton.jit(do_not_specialize=["first", "second", "base_first", "base_second"])
 def scaled(
-    y, out, first, second, divisor, base, base_first, base_second, base_divisor, side, count, columns,
+    y, out, first, second, divisor, base, base_first, base_second, base_divisor, side,
+    slope, slope_divisor, limit, count, columns,
     ROUNDS: tl.constexpr, FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, ALONG: tl.constexpr,
     BASE_FIRST_BY_ROW: tl.constexpr, BASE_SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +24,8 @@ def scaled(
     `base` may be one row or column, ALONG which it has numbers, and is then multiplied by the `side`, one
     number for each element of the other dimension; None: 1. The operands' amaxes, `first` and `second`, are
     fp32 in memory: scalars, or one for each row of y, and for each column; None: 1. `divisor` is the product
-    of their divisors; the factor itself without amaxes.
+    of their divisors; the factor itself without amaxes. With a `slope`, fp32 and like y, the result is then
+    multiplied by slope / slope_divisor, at most `limit`, and rounded again.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
@@ -41,6 +43,10 @@ def scaled(
         product = added + product
     if ROUNDS:
         product = nearest_bf16(product)
+    if slope is not None:
+        steep = tl.div_rn(tl.load(slope + at, mask=inside, other=0.0), slope_divisor)
+        product = product * at_most(steep, limit)
+        product = nearest_bf16(product) if ROUNDS else product
     tl.store(out + at, stored(product, out.dtype.element_ty), mask=inside)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.products import Call
+from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
@@ -204,10 +205,12 @@ class TwinProducts:
         y = Call.apply(x, w, self, self.layer.products, self.layer.begin_call())
         return y if bias is None else (y + bias).to(x.dtype)
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype, wide: bool = False) -> Tensor:
+    def multiply(
+        self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
+    ) -> Tensor:
         def reordered(part: Operand) -> Operand:
             permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
             return Operand(part.values[:, permutation], part.quant, part.amax)
 
         left, right = ([reordered(part) for part in parts] for parts in (a, b))
-        return (split_product(left, right, torch.float32) * self.twin.factor).to(out)
+        return finish.of((split_product(left, right, torch.float32) * self.twin.factor).to(out))
