@@ -307,27 +307,28 @@ def parted(
 # --- outer statistics -----------------------------------------------------------------------------
 
 
-_ZEROED = 1024
+_ZEROED = 1 << 16
 """Words that are set to zero by one launch."""
-_zeroed: dict[tuple[torch.device, int], list[Tensor]] = {}
+_zeroed: dict[tuple[torch.device, int], Tensor] = {}
 """Words that nothing has written, by device and stream."""
 _taking = Lock()
 
 
 def zeros(number: int, device: torch.device) -> Tensor:
-    """Return up to four int32 zeros for the atomics of a kernel, without a launch for most calls.
+    """Return int32 zeros for the atomics of a kernel, without a launch for most calls.
 
-    A launch costs a GPU as much for one word as for many, and each quantised operand needs a word or two. A
-    graph that is being captured sets its own words to zero, since it is replayed.
+    A launch costs a GPU as much for one word as for many, and each quantised operand needs a word or two, or
+    the bins of a histogram. A graph that is being captured sets its own words to zero, since it is replayed.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(number, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     with _taking, torch.inference_mode(False):
-        words = _zeroed.setdefault(key, [])
-        if not words:
-            words[:] = torch.zeros(_ZEROED, dtype=torch.int32, device=device).split(4)
-        return words.pop()[:number]
+        words = _zeroed.get(key)
+        if words is None or len(words) < number:
+            words = torch.zeros(_ZEROED, dtype=torch.int32, device=device)
+        _zeroed[key] = words[number + -number % 4 :]  # aligned, or each alignment would be compiled anew
+        return words[:number]
 
 
 def forget_zeros() -> None:
