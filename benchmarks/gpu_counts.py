@@ -87,8 +87,7 @@ class Kernels(Counts):
         before = self.bytes.total()
         self.launch(args)
         given = dict(zip(kernel.arg_names, args, strict=False))
-        elements = 2 ** given["WIDTH"] if kernel.__name__ == "selected" else args[0].numel()
-        self.add(row_of(kernel, given), 1, self.bytes.total() - before, elements, 0)
+        self.add(row_of(kernel, given), 1, self.bytes.total() - before, args[0].numel(), 0)
 
     def work(self) -> dict[str, Work]:
         """Return the work by kernel."""

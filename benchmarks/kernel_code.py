@@ -114,7 +114,6 @@ BUILDS = {
     "count": Build("order_statistic", "counted", constants=ORDER | {"signs": None}),
     "count, rotated": Build("order_statistic", "counted", constants=ORDER),
     "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
-    "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
     "scale and round": Build("result", "scaled", "fp32", ONE),
     "scale, add and round": Build("result", "scaled", "fp32", SUM),
     "scale, round and multiply by slopes": Build(
@@ -189,7 +188,7 @@ def type_of(name: str, build: Build) -> str:
         return "*fp32"
     pointers = {"x": build.dtype, "part": build.out, "scales": "fp32", "amax": "fp32", "out": "i32"}
     pointers |= {"outer": "fp32", "values": build.dtype if build.module == "result" else build.out}
-    pointers |= dict.fromkeys(("counts", "found", "largest", "table"), "i32")
+    pointers |= dict.fromkeys(("counts", "ended", "found", "largest", "table"), "i32")
     return (
         f"*{pointers[kind]}"
         if kind in pointers

@@ -366,13 +366,16 @@ def order_statistic(x: Tensor, signs: int | None, rank: int) -> tuple[Tensor, Te
     from ablate.numerics.kernels import order_statistic as device_code
 
     digits = device_code.DIGITS[x.element_size()]
-    memory = torch.zeros(sum(2**width for _, width in digits) + 4, dtype=torch.int32, device=x.device)
+    sizes = [*(2**width for _, width in digits), *(1 for _ in digits), 3, 1]
+    memory = zeros(sum(sizes), x.device)
     programs = (-(-x.shape[0] // 16) * -(-x.shape[1] // device_code.COLUMNS.value),)
-    *counts, found, largest = memory.split([*(2**width for _, width in digits), 3, 1])
+    *words, found, largest = memory.split(sizes)
     with torch.cuda.device_of(x):
-        for count, digit in zip(counts, digits, strict=True):
-            device_code.counted[programs](x, signs, count, found, largest, *x.shape, *digit, **EXACT)
-            device_code.selected[(1,)](count, found, rank, *digit, **EXACT)
+        for number, digit in enumerate(digits):
+            counts, ended = words[number :: len(digits)]
+            device_code.counted[programs](
+                x, signs, counts, ended, found, largest, rank, *x.shape, *digit, **EXACT
+            )
     scalars = memory[-2:].view(torch.float32)
     return scalars[0], scalars[1]
 

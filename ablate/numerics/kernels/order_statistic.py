@@ -3,8 +3,8 @@
 Torch's `kthvalue` selects by one thread block, whatever the size of the tensor, and takes over a second for
 a layer's gradient. A magnitude has 15 or 31 bits, which are ordered as the magnitudes are. So the rank is
 found digit by digit: `counted` makes a histogram of one digit of those magnitudes that have the digits found
-before, and `selected` finds the digit of the rank in it. Digits have 8 bits at most, since most values share
-few exponents: each program counts in its own memory, and adds to the common bins once. Additions of all
+before, and its last program finds the digit of the rank in it. Digits have 8 bits at most, since most values
+share few exponents: each program counts in its own memory, and adds to the common bins once. Additions of all
 elements to common bins were 25 times slower on an H200.
 
 A NaN counts as larger than infinity, as in `kthvalue`: the statistic is NaN only if its rank falls among the
@@ -36,17 +36,18 @@ def _joined(parts, COUNT: tl.constexpr):
     return pairs
 
 
-@triton.jit(do_not_specialize=["signs", "found", "largest"])
+@triton.jit(do_not_specialize=["signs", "ended", "found", "largest", "rank"])
 def counted(
-    x, signs, counts, found, largest, rows, columns,
+    x, signs, counts, ended, found, largest, rank, rows, columns,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add one digit, WIDTH bits from SHIFT on, of the magnitudes of x [rows, columns] to a histogram.
+    """Add one digit, WIDTH bits from SHIFT on, of the magnitudes of x [rows, columns] to a histogram, and
+    find that of the rank.
 
     x is bf16, or fp32 without signs; with signs it is rotated first and padded to sixteen rows, and what the
     rotation makes of the padding counts. `counts`, int32 [2**WIDTH], zeros at first: one digit of those with
-    the digits found[0] before it. `largest`, int32, zero at first: receives the bits of the largest magnitude
-    with the first digit.
+    the digits found[0] before it. `ended`, int32, zero at first: programs that have ended. `largest`, int32,
+    zero at first: receives the bits of the largest magnitude with the first digit.
     """
     FIRST: tl.constexpr = SHIFT + WIDTH == 31
     first_row, first = place(rows, columns, 16, COLUMNS)
@@ -75,11 +76,14 @@ def counted(
     digit = tl.arange(0, 1 << WIDTH)
     found_here = tl.histogram(flat, 1 << WIDTH) - tl.where(digit == 0, tl.sum(others, axis=0), 0)
     tl.atomic_add(counts + digit, found_here, mask=found_here != 0, sem="relaxed")
+    tl.debug_barrier()  # all threads have added, before the one that counts this program releases the sums
+    if tl.atomic_add(ended, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        selected(counts, found, rank, SHIFT, WIDTH)
 
 
-@triton.jit(do_not_specialize=["rank", "found"])
+@triton.jit
 def selected(counts, found, rank, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """Find the digit of the magnitude of this rank, counted from 1; one program.
+    """Find the digit of the magnitude of this rank, counted from 1; the last program, which sees all sums.
 
     `found`, int32 [3]: the digits so far, the rank among the magnitudes that have them, and the bits of the
     smallest of those. After the first digit the rank is that of found[1].
