@@ -125,6 +125,7 @@ BUILDS = {
             *(("fp8_current", "fprop.x"), ("mxfp8", "dgrad.w"), ("mxfp4_v4", "fprop.w")),
             *(("mxfp4_backward", "wgrad.g"), ("quartet", "fprop.x"), ("quartet2", "fprop.x")),
             *(("quartet2", "wgrad.x"), ("tetrajet2", "dgrad.g"), ("if4", "fprop.x"), ("hif4", "fprop.w")),
+            ("four_over_six", "dgrad.w"),
         )
     },
     "general, quartet2 g": operand("quartet2", "dgrad.g", "wgrad.g"),

@@ -49,6 +49,10 @@ class Description:
     """True if the contraction runs down the columns of memory."""
     slab: bool
     """True if programs take slabs of sixteen rows of memory, in place of tiles."""
+    lines: int
+    length: int
+    """Tile of a program: whole blocks, whole groups of a rotation and of an outer scale. Down memory it is as
+    short as they are, so that a thread holds whole ones: of others it would make many scales."""
     turn: int
     """Size of the rotation; 0: none."""
     turn_levels: int
@@ -99,19 +103,24 @@ def described(quant: Quant, size: int, down: bool) -> Description:
     top = element.max * (outer.bound if outer else 1.0)
     block = quant.tile[1] if scale else GROUP
     without_zero = to is not None and not to.zero
+    whole = math.lcm(block, GROUP, size or 1)
+    granularity = tag(outer.granularity) if outer else None
+    length = whole if down and granularity != "block" else 128
     return Description(
         element=_grid(element),
         rounding="nearest" if quant.rounding == "ms_eden" else quant.rounding,
         bits=quant.bits,
         down=down,
         slab=_by_slabs(quant, size, down),
+        lines=4096 // length,
+        length=length,
         turn=size,
         turn_levels=size.bit_length() - 1,
         turn_factor=size**-0.5 if size else 1.0,
         rows=quant.tile[0],
         block=block,
         block_levels=block.bit_length() - 1,
-        whole=math.lcm(block, GROUP, size or 1),
+        whole=whole,
         scale=_grid(to) if to else None,
         scale_kind=_kind(to) if to else "",
         scale_rounding=scale.rounding if scale else "",
@@ -123,7 +132,7 @@ def described(quant: Quant, size: int, down: bool) -> Description:
         prescale=quant.range.prescale,
         statistic=tag(quant.range.statistic),
         spread=float(argument(quant.range.statistic) or 1),
-        outer=tag(outer.granularity) if outer else None,
+        outer=granularity,
         outer_top=top,
         divisor=(1.0 / torch.full((), top, dtype=torch.float32)).item(),
         eden=quant.rounding == "ms_eden",
@@ -246,7 +255,7 @@ def _copy(
         largest = word.view(torch.float32)
     if description.outer == "row":
         outer = torch.empty(lines, 1, dtype=torch.float32, device=x.device)
-        grid, options = (-(-lines // code().LINES.value),), launch(x.shape, [description])[1]
+        grid, options = (-(-lines // description.lines),), launch(x.shape, [description])[1]
         code().row_amaxes[grid](x, outer, lines, length, *form.words, description, **options)
     stored = values.t() if down else values
     arguments = [stored, scales, outer, word, width, *form.words, cuda.signed_word(form.where)]
@@ -302,9 +311,7 @@ def quantize_parts(
                 word = outer = amax[:, (1 if form.down else 2) if form.turn else 0].view(torch.float32)
             elif form.outer == "row":
                 outer = x.new_empty(number * columns if form.down else len(x), dtype=torch.float32)
-                programs = -(
-                    -(columns if form.down else max(rows for _, rows in spans)) // code().LINES.value
-                )
+                programs = -(-(columns if form.down else max(rows for _, rows in spans)) // form.lines)
                 options = launch(x.shape, [form])[1]
                 kernels.row_amaxes_of_parts[programs, number](
                     x, numbers, outer, columns, int(form.down), form, **options
@@ -355,17 +362,17 @@ def launch(shape: Sequence[int], forms: Both) -> tuple[tuple[int], dict[str, obj
 
 def _part(form: Description) -> tuple[int, int]:
     """Return the rows and columns of memory that a program takes."""
-    kernels = code()
     if form.slab:
-        return 16, kernels.COLUMNS.value
-    lines, length = kernels.LINES.value, kernels.LENGTH.value
-    return (length, lines) if form.down else (lines, length)
+        return 16, code().COLUMNS.value
+    return (form.length, form.lines) if form.down else (form.lines, form.length)
 
 
 def warps(forms: Both) -> int:
-    """Return the warps of a program: with four, costly tiles have too few registers."""
+    """Return the warps of a program: with four, costly tiles have too few registers. With eight, ptxas spills
+    eight bytes of a choice between the scales of whole blocks."""
     tiles = [form for form in forms if form and not form.slab]
-    return 8 if any(form.turn or form.selection or form.eden or form.bits > 8 for form in tiles) else 4
+    chosen = any(form.selection and form.length > form.block for form in tiles)
+    return 8 if chosen or any(form.turn or form.eden or form.bits > 8 for form in tiles) else 4
 
 
 def _amaxes(x: Tensor, forms: Sequence[Form | None]) -> list[Tensor | None]:
@@ -416,8 +423,8 @@ def rescaled(
     out, (rows, columns) = torch.empty_like(x, dtype=torch.float32), x.shape
     from ablate.numerics.kernels import slopes
 
-    form, kernels = described(quant, 0, not x.is_contiguous()), code()
-    programs = -(-x.numel() // (kernels.LINES.value * kernels.LENGTH.value))
+    form = described(quant, 0, not x.is_contiguous())
+    programs = -(-x.numel() // (form.lines * form.length))
     with torch.cuda.device_of(x):
         slopes.rescaled[(programs,)](
             x, out, block_scale, amax, rows, columns, x.numel(), form, estimator, **cuda.EXACT

@@ -4,10 +4,10 @@ The idea: a kernel takes a `general_cuda.Description` of each copy that it makes
 So every `if` on it is decided before the kernel runs, and each form becomes machine code of its own. One
 launch makes the copy along the rows of x in memory, that along its columns, or both.
 
-A program takes 4,096 elements, in one of two layouts. A tile is LINES lines, rows of memory or (`down`) its
-columns, and LENGTH elements of each along the contraction. A slab is sixteen rows of memory, COLUMNS wide,
-held as a tuple: where blocks run down the slab, maxima, rotations and bytes are register to register, which
-takes half of the instructions. `Description.slab` chooses. Zeros are read beyond the edges.
+A program takes 4,096 elements, in one of two layouts. A tile is `lines` lines of the form, rows of memory or
+(`down`) its columns, and `length` elements of each along the contraction. A slab is sixteen rows of memory,
+COLUMNS wide, held as a tuple: where blocks run down the slab, maxima, rotations and bytes are register to
+register, which takes half of the instructions. `Description.slab` chooses. Zeros are read beyond the edges.
 
 The arithmetic is that of the reference (scaling.py, rounding.py, select.py, hadamard.py, philox.py),
 operation by operation, for tensors that are not finite too. That takes IEEE division (`div_rn`: a plain `/`
@@ -39,8 +39,6 @@ from ablate.numerics.kernels.arithmetic import (
     to_float,
 )
 
-LINES, LENGTH = tl.constexpr(32), tl.constexpr(128)
-"""Tile of a program: whole square blocks, whole groups of a rotation, whole groups of an outer scale."""
 CHANGING = [
     *(f"{copy}{name}" for copy in ("", "other_") for name in ("outer", "largest", "where", "word0")),
     *(f"{copy}word{word}" for copy in ("", "other_") for word in (1, 2, 3)),
@@ -93,18 +91,18 @@ def rotated(z, words, FORM: tl.constexpr, BF16: tl.constexpr, BACK: tl.constexpr
 
     Bit r % 32 of word r // 32 is 1 if element r of a group is negated.
     """
-    place = tl.arange(0, LENGTH) % FORM.turn
+    place = tl.arange(0, FORM.length) % FORM.turn
     low, high = tl.where(place < 32, words[0], words[1]), tl.where(place < 96, words[2], words[3])
     flips = (tl.where(place < 64, low, high) >> place % 32 << 31)[None, :]
     if not BACK:
         z = float_of(bits_of(z) ^ flips)
-    z = tl.reshape(z, (LINES * LENGTH,))
+    z = tl.reshape(z, (FORM.lines * FORM.length,))
     levels: tl.constexpr = FORM.turn_levels
     for level in tl.static_range(levels):
-        first, second = pairs(z, LINES * LENGTH >> level + 1, 1 << level)
+        first, second = pairs(z, FORM.lines * FORM.length >> level + 1, 1 << level)
         both = tl.join(first + second, first - second)
-        z = tl.reshape(tl.permute(both, (0, 2, 1)), (LINES * LENGTH,))
-    z = tl.reshape(z * FORM.turn_factor, (LINES, LENGTH))
+        z = tl.reshape(tl.permute(both, (0, 2, 1)), (FORM.lines * FORM.length,))
+    z = tl.reshape(z * FORM.turn_factor, (FORM.lines, FORM.length))
     if BACK:
         z = float_of(bits_of(z) ^ flips)
     return nearest_bf16(z) if BF16 else z
@@ -131,23 +129,23 @@ def four_words(group, draw, PURPOSE: tl.constexpr):
 
 
 @triton.jit
-def element_bits(line, column, width, draw, BITS: tl.constexpr):
-    """Return the random bits of each element of the tile, fp32 [LINES, LENGTH]: `philox.random_bits`."""
-    group = line[:, None] * (width // 16) + (column // 16 + tl.arange(0, LENGTH // 16))[None, :]
-    groups: tl.constexpr = LINES * LENGTH // 16
+def element_bits(line, column, width, draw, FORM: tl.constexpr):
+    """Return the random bits of each element of the tile, fp32 like the tile: `philox.random_bits`."""
+    group = line[:, None] * (width // 16) + (column // 16 + tl.arange(0, FORM.length // 16))[None, :]
+    groups: tl.constexpr = FORM.lines * FORM.length // 16
     words = tl.reshape(four_words(group, draw, 0), (groups, 4))
-    if BITS == 16:
+    if FORM.bits == 16:
         more = tl.reshape(four_words(group, draw, 1), (groups, 4))
         words = tl.permute(tl.join(words, more), (0, 2, 1))
-    elif BITS == 24:
+    elif FORM.bits == 24:
         second, third = four_words(group, draw, 1), four_words(group, draw, 2)
         last = tl.reshape(four_words(group, draw, 3), (groups, 4))
         even = tl.join(words, tl.reshape(third, (groups, 4)))
         words = tl.permute(tl.join(even, tl.join(tl.reshape(second, (groups, 4)), last)), (0, 2, 3, 1))
-    fields: tl.constexpr = 4 if BITS == 8 else 2 if BITS == 16 else 1
-    words = tl.reshape(words, (LINES * LENGTH // fields, 1))
-    bits = words >> (tl.arange(0, fields) * (32 // fields)).to(tl.uint32)[None, :] & (1 << BITS) - 1
-    return tl.reshape(bits.to(tl.int32).to(tl.float32), (LINES, LENGTH))
+    fields: tl.constexpr = 4 if FORM.bits == 8 else 2 if FORM.bits == 16 else 1
+    words = tl.reshape(words, (FORM.lines * FORM.length // fields, 1))
+    bits = words >> (tl.arange(0, fields) * (32 // fields)).to(tl.uint32)[None, :] & (1 << FORM.bits) - 1
+    return tl.reshape(bits.to(tl.int32).to(tl.float32), (FORM.lines, FORM.length))
 
 
 @triton.jit
@@ -254,7 +252,7 @@ def scaled(z, factor, FORM: tl.constexpr):
 def spread(tiles, most, FORM: tl.constexpr):
     """Return the root mean square of blocks of one row, or their standard deviation, times a factor."""
     lift = tl.where(most < 2.0**-50, 2.0**96, tl.where(most > 2.0**50, 2.0**-96, 1.0))
-    number: tl.constexpr = LINES * LENGTH // FORM.block
+    number: tl.constexpr = FORM.lines * FORM.length // FORM.block
     z = tl.reshape(tiles * lift[:, None, :, None], (number, FORM.block))
     if FORM.statistic == "std":
         z = z - (tree_sum(z, number, FORM.block_levels) * (1 / FORM.block))[:, None]
@@ -307,19 +305,19 @@ def cast_slab(
 
 
 @triton.jit
-def place_of_tile(lines, length, DOWN: tl.constexpr):
+def place_of_tile(lines, length, FORM: tl.constexpr):
     """This program's first line, and the first element of each."""
-    if DOWN:
-        first, first_line = place(length, lines, LENGTH, LINES)
+    if FORM.down:
+        first, first_line = place(length, lines, FORM.length, FORM.lines)
     else:
-        first_line, first = place(lines, length, LINES, LENGTH)
+        first_line, first = place(lines, length, FORM.lines, FORM.length)
     return first_line, first
 
 
 @triton.jit
-def load_tile(x, first_line, first, lines, length, DOWN: tl.constexpr):
-    """A tile of x, fp32 [LINES, LENGTH]; zeros beyond the edges."""
-    line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
+def load_tile(x, first_line, first, lines, length, DOWN: tl.constexpr, FORM: tl.constexpr):
+    """A tile of x, fp32 [FORM.lines, FORM.length]; zeros beyond the edges."""
+    line, column = first_line + tl.arange(0, FORM.lines), first + tl.arange(0, FORM.length)
     inside = (line < lines)[:, None] & (column < length)[None, :]
     return to_float(tl.load(x + places(line, column, lines, length, DOWN), mask=inside, other=0.0))
 
@@ -348,14 +346,14 @@ def cast_tile(
     FORM: tl.constexpr,
 ):
     """Quantise one tile."""
-    first_line, first = place_of_tile(lines, length, FORM.down)
-    z = load_tile(x, first_line, first, lines, length, FORM.down)
-    line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
+    first_line, first = place_of_tile(lines, length, FORM)
+    z = load_tile(x, first_line, first, lines, length, FORM.down, FORM)
+    line, column = first_line + tl.arange(0, FORM.lines), first + tl.arange(0, FORM.length)
     if FORM.turn > 0:
         z = rotated(z, words, FORM, x.dtype.element_ty != tl.float32)
         z = tl.where((column < tl.cdiv(length, FORM.turn) * FORM.turn)[None, :], z, 0.0)
-    high: tl.constexpr = LINES // FORM.rows
-    number: tl.constexpr = LENGTH // FORM.block
+    high: tl.constexpr = FORM.lines // FORM.rows
+    number: tl.constexpr = FORM.length // FORM.block
     tiles = tl.reshape(z, (high, FORM.rows, number, FORM.block))
     most = tl.max(tl.max(magnitude(tiles), axis=3), axis=1)
     if largest is not None:
@@ -371,7 +369,7 @@ def cast_tile(
     scale = encode(amax, FORM)
     random = tiles
     if FORM.rounding == "stochastic":
-        random = tl.reshape(element_bits(line, first, width, draw, FORM.bits), tiles.shape)
+        random = tl.reshape(element_bits(line, first, width, draw, FORM), tiles.shape)
     chances = float_of(most)
     if FORM.scale is not None and (FORM.scale_rounding == "stochastic" or FORM.eden):
         chances = scale_bits(row, block, width // FORM.block, draw)
@@ -391,7 +389,7 @@ def cast_tile(
         codes = codes * made[:, None, :, None]
     if FORM.outer == "block":
         codes = codes * (amax * FORM.divisor)[:, None, :, None]
-    value = tl.reshape(codes, (LINES, LENGTH))
+    value = tl.reshape(codes, (FORM.lines, FORM.length))
     at = places(line, column, lines, width, FORM.down)
     known = (line < lines)[:, None] & (column < width)[None, :]
     tl.store(values + at, stored(value, values.dtype.element_ty), mask=known)
@@ -415,7 +413,7 @@ def scaled_codes(tiles, most, scale, random, chances, FORM: tl.constexpr):
 def correction(y, codes, made, FORM: tl.constexpr):
     """Return MS-EDEN's factor of block scales, like `made`: <y, y> / <y, q> of each rotated group."""
     y = tl.where((made == 0)[:, None, :, None], 0.0, y)
-    groups: tl.constexpr = LINES * LENGTH // FORM.turn
+    groups: tl.constexpr = FORM.lines * FORM.length // FORM.turn
     power = tree_sum(y * y, groups, FORM.turn_levels)
     inner = tree_sum(y * codes, groups, FORM.turn_levels)
     factor = tl.where(inner == 0, 1.0, tl.div_rn(power, inner))
@@ -428,8 +426,8 @@ def micro_codes(tiles, most, random, chances, FORM: tl.constexpr):
     """Return codes times the powers of two of sub-blocks, and block scales: see scaling.micro_scales."""
     made = block_scale(nearest_bf16(float_of(most) * FORM.unit), chances, FORM, FORM.scale_rounding)
     reciprocal = nearest_bf16(tl.div_rn(1.0, made))[:, None, :, None]
-    y = tl.reshape(float_of(magnitude(tiles)) * reciprocal, (LINES * LENGTH,))
-    power = tl.full((LINES * LENGTH,), 1.0, tl.float32)
+    y = tl.reshape(float_of(magnitude(tiles)) * reciprocal, (FORM.lines * FORM.length,))
+    power = tl.full((FORM.lines * FORM.length,), 1.0, tl.float32)
     for level in tl.static_range(len(FORM.lengths)):
         power = raised(y, power, FORM.lengths[level], 2.0 ** (len(FORM.lengths) - level))
     power = tl.reshape(power, tiles.shape)
@@ -439,10 +437,10 @@ def micro_codes(tiles, most, random, chances, FORM: tl.constexpr):
 @triton.jit
 def raised(y, power, SIZE: tl.constexpr, LIMIT: tl.constexpr):
     """Return the powers of elements, twice as large in sub-blocks of SIZE whose largest y reaches LIMIT."""
-    parts = tl.reshape(y * inverse(power), (LINES * LENGTH // SIZE, SIZE))
+    parts = tl.reshape(y * inverse(power), (y.shape[0] // SIZE, SIZE))
     reached = (float_of(tl.max(magnitude(parts), axis=1)) >= LIMIT)[:, None]
-    power = tl.where(reached, 2.0, 1.0) * tl.reshape(power, (LINES * LENGTH // SIZE, SIZE))
-    return tl.reshape(power, (LINES * LENGTH,))
+    power = tl.where(reached, 2.0, 1.0) * tl.reshape(power, (y.shape[0] // SIZE, SIZE))
+    return tl.reshape(power, (y.shape[0],))
 
 
 @triton.jit
@@ -477,7 +475,7 @@ def block_error(codes, made, tiles, amax, FORM: tl.constexpr):
         error = float_of(tl.max(tl.max(magnitude(difference), axis=3), axis=1))
     else:
         size = difference * difference if FORM.selection == "mse" else float_of(magnitude(difference))
-        error = tl.reshape(sum_of_sixteen(size, LINES * LENGTH // 16), made.shape)
+        error = tl.reshape(sum_of_sixteen(size, FORM.lines * FORM.length // 16), made.shape)
     return error
 
 
@@ -507,8 +505,8 @@ def amaxes(
 
 @triton.jit
 def amaxes_of_tile(x, plain, turned, lines, length, words, BF16: tl.constexpr, FORM: tl.constexpr):
-    first_line, first = place_of_tile(lines, length, FORM.down)
-    z = load_tile(x, first_line, first, lines, length, FORM.down)
+    first_line, first = place_of_tile(lines, length, FORM)
+    z = load_tile(x, first_line, first, lines, length, FORM.down, FORM)
     if plain is not None:
         tl.atomic_max(plain, tl.max(tl.max(magnitude(z), axis=1), axis=0))
     tl.atomic_max(turned, tl.max(tl.max(magnitude(rotated(z, words, FORM, BF16)), axis=1), axis=0))
@@ -527,15 +525,15 @@ def amaxes_of_slab(x, plain, turned, rows, columns, signs, BF16: tl.constexpr):
 @triton.jit(do_not_specialize=["row_amax", *CHANGING])
 def row_amaxes(x, row_amax, lines, length, word0, word1, word2, word3, FORM: tl.constexpr):
     """Find the amax of each line of x, rotated by FORM or not: `row_amax` [lines], fp32."""
-    first_line, first = tl.program_id(0) * LINES, tl.full((), 0, tl.int32)
-    most = tl.full((LINES,), 0, tl.int32)
-    for _ in range(0, tl.cdiv(length, LENGTH)):
-        z = load_tile(x, first_line, first, lines, length, FORM.down)
+    first_line, first = tl.program_id(0) * FORM.lines, tl.full((), 0, tl.int32)
+    most = tl.full((FORM.lines,), 0, tl.int32)
+    for _ in range(0, tl.cdiv(length, FORM.length)):
+        z = load_tile(x, first_line, first, lines, length, FORM.down, FORM)
         if FORM.turn > 0:
             z = rotated(z, (word0, word1, word2, word3), FORM, x.dtype.element_ty != tl.float32)
         most = tl.maximum(most, tl.max(magnitude(z), axis=1))
-        first += LENGTH
-    line = first_line + tl.arange(0, LINES)
+        first += FORM.length
+    line = first_line + tl.arange(0, FORM.lines)
     tl.store(row_amax + line, float_of(most), mask=line < lines)
 
 
@@ -581,9 +579,9 @@ def turn(
     """Rotate x by FORM, to `values` [lines, width], or BACK. With a `factor`, fp32 [lines, across], rotate
     there, multiply, round as x is stored, and rotate BACK."""
     words, bf16 = (word0, word1, word2, word3), x.dtype.element_ty == tl.bfloat16
-    first_line, first = place_of_tile(lines, length, FORM.down)
-    z = load_tile(x, first_line, first, lines, length, FORM.down)
-    line, column = first_line + tl.arange(0, LINES), first + tl.arange(0, LENGTH)
+    first_line, first = place_of_tile(lines, length, FORM)
+    z = load_tile(x, first_line, first, lines, length, FORM.down, FORM)
+    line, column = first_line + tl.arange(0, FORM.lines), first + tl.arange(0, FORM.length)
     known = (line < lines)[:, None] & (column < width)[None, :]
     if factor is not None:
         at = places(line, column, lines, across, FORM.down)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ablate.numerics.kernels import general_triton
-from ablate.numerics.kernels.general_triton import LINES, amaxes, cast, row_amaxes
+from ablate.numerics.kernels.general_triton import amaxes, cast, row_amaxes
 
 ENTRIES = tl.constexpr(14)
 """Numbers of a part in the table: first row, rows, programs of the amaxes and of the cast, and of each copy
@@ -68,7 +68,7 @@ def row_amaxes_of_parts(x, table, row_amax, columns, COPY: tl.constexpr, FORM: t
     begin, rows = tl.load(at), tl.load(at + 1)
     _, w0, w1, w2, w3 = draws(table, COPY)
     lines, length = (columns, rows) if FORM.down else (rows, columns)
-    if tl.program_id(0) * LINES < lines:
+    if tl.program_id(0) * FORM.lines < lines:
         x += begin.to(tl.int64) * columns
         row_amax += tl.program_id(1).to(tl.int64) * columns if FORM.down else begin
         row_amaxes(x, row_amax, lines, length, w0, w1, w2, w3, FORM)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ablate.numerics.kernels.arithmetic import at_most, float_of, inverse, magnitude, step_of, to_float
-from ablate.numerics.kernels.general_triton import LENGTH, LINES, encode, factor_of, scaled
+from ablate.numerics.kernels.general_triton import encode, factor_of, scaled
 
 BEYOND = tl.constexpr(1 + 2.0**-20)
 """Tolerance of `dge`: the largest element of a row may lie a few ulps above the grid, because its scale was
@@ -20,7 +20,7 @@ def rescaled(
     That of `clip_mask` is its result; that of `dge` the distance from the middle of two neighbours, twice, in
     steps, and infinity beyond the grid. `out` and the block scales are stored as x is.
     """
-    at = tl.program_id(0).to(tl.int64) * (LINES * LENGTH) + tl.arange(0, LINES * LENGTH)
+    at = tl.program_id(0).to(tl.int64) * (FORM.lines * FORM.length) + tl.arange(0, FORM.lines * FORM.length)
     inside = at < count
     number = at.to(tl.int32)  # whose division is cheaper
     row, column = (number % rows, number // rows) if FORM.down else (number // columns, number % columns)

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from ablate.numerics.kernels.arithmetic import float_of, magnitude, step_of, to_float
 from ablate.numerics.kernels.general_triton import (
-    LENGTH,
-    LINES,
     encode,
     factor_of,
     load_tile,
@@ -37,8 +35,8 @@ def put(sums, number, value):
 @triton.jit
 def load_blocks(x, first_line, first, lines, length, DOWN: tl.constexpr, FORM: tl.constexpr):
     """Return a tile of x as its blocks."""
-    tile = load_tile(x, first_line, first, lines, length, DOWN)
-    return tl.reshape(tile, (LINES // FORM.rows, FORM.rows, LENGTH // FORM.block, FORM.block))
+    tile = load_tile(x, first_line, first, lines, length, DOWN, FORM)
+    return tl.reshape(tile, (FORM.lines // FORM.rows, FORM.rows, FORM.length // FORM.block, FORM.block))
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -60,10 +58,10 @@ def operand_sums(
         BOUND: least scale that is saturated. `CLIPPED`: |y| beyond it is clipped. `PLAIN`: values are not
             divided by their scales.
     """
-    first_line, first = place_of_tile(lines, length, FORM.down)
-    line = first_line + tl.arange(0, LINES)
-    row = first_line // FORM.rows + tl.arange(0, LINES // FORM.rows)
-    block = first // FORM.block + tl.arange(0, LENGTH // FORM.block)
+    first_line, first = place_of_tile(lines, length, FORM)
+    line = first_line + tl.arange(0, FORM.lines)
+    row = first_line // FORM.rows + tl.arange(0, FORM.lines // FORM.rows)
+    block = first // FORM.block + tl.arange(0, FORM.length // FORM.block)
     known = (row * FORM.rows < lines)[:, None] & (block * FORM.block < length)[None, :]
     at = places(row, block, tl.cdiv(lines, FORM.rows), tl.cdiv(length, FORM.block), FORM.down)
     value = load_blocks(values, first_line, first, lines, length, FORM.down, FORM)
