@@ -56,9 +56,10 @@ def nearest_bf16(z):
 
 
 @triton.jit
-def stored(z, dtype: tl.constexpr):
-    """fp32 that is exact in bf16, or the NaN of an operation, to bf16 if that is the type in memory. By the
-    bits: the interpreter converts neither subnormals nor every NaN."""
+def stored(z, dtype: tl.constexpr, EXACT: tl.constexpr = True):
+    """fp32 that is EXACT in bf16, or the NaN of an operation, to bf16 if that is the type in memory; rounded
+    if not. By the bits: the interpreter converts neither subnormals nor every NaN."""
+    z = z if EXACT or dtype != tl.bfloat16 else nearest_bf16(z)
     return (bits_of(z) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else z
 
 

@@ -69,6 +69,8 @@ class Description:
     scale_rounding: str
     least: float
     """Smallest scale of a format without zero; else 0."""
+    exact: bool
+    """True if the smallest code times the smallest scale is not below bf16's smallest number, 2^-133."""
     zero: float
     """Value of a scale that rounds to zero."""
     halve: float
@@ -106,6 +108,7 @@ def described(quant: Quant, size: int, down: bool) -> Description:
     whole = math.lcm(block, GROUP, size or 1)
     granularity = tag(outer.granularity) if outer else None
     length = whole if down and granularity != "block" else 128
+    least = 2.0 ** (to.emin - (to.mantissa == 0)) if to and without_zero else 0.0
     return Description(
         element=_grid(element),
         rounding="nearest" if quant.rounding == "ms_eden" else quant.rounding,
@@ -124,7 +127,8 @@ def described(quant: Quant, size: int, down: bool) -> Description:
         scale=_grid(to) if to else None,
         scale_kind=_kind(to) if to else "",
         scale_rounding=scale.rounding if scale else "",
-        least=2.0 ** (to.emin - (to.mantissa == 0)) if to and without_zero else 0.0,
+        least=least,
+        exact=not least or least * 2.0 ** (element.emin - element.mantissa) >= 2.0**-133,
         zero=round_scale(torch.zeros(1), scale, torch.zeros(1)).item() if scale and not without_zero else 0.0,
         halve=(scale.halve_below if scale else None) or 0.0,
         map=1 / (quant.range.map_to or element.max),

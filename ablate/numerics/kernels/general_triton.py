@@ -301,7 +301,7 @@ def cast_slab(
         row = slab * 16 + r
         known = (column < wide) & (row < high)
         at = row.to(tl.int64) * wide + column
-        tl.store(values + at, stored(value, values.dtype.element_ty), mask=known)
+        tl.store(values + at, stored(value, values.dtype.element_ty, FORM.exact), mask=known)
 
 
 @triton.jit
@@ -392,7 +392,7 @@ def cast_tile(
     value = tl.reshape(codes, (FORM.lines, FORM.length))
     at = places(line, column, lines, width, FORM.down)
     known = (line < lines)[:, None] & (column < width)[None, :]
-    tl.store(values + at, stored(value, values.dtype.element_ty), mask=known)
+    tl.store(values + at, stored(value, values.dtype.element_ty, FORM.exact), mask=known)
 
 
 @triton.jit
