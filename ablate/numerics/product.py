@@ -51,7 +51,9 @@ def product(
     """
     left, right = _aligned(a, b)
     divisor = a.divisor * b.divisor
-    if cuda.can_scale(left, a.amax, b.amax, divisor, out):
+    # A product of bf16 rounds to bf16 itself, which reads and writes less than rounding it in fp32 memory.
+    more = base is not None or (finish.wide and not left.dtype == right.dtype == out)
+    if cuda.can_scale(left, a.amax, b.amax, divisor, out, more):
         return cuda.scaled(_fp32(left, right), a.amax, b.amax, divisor, out, base, finish)
     if finish.slope is not None:
         return finish.of(product(a, b, out, base))
@@ -91,7 +93,7 @@ def split_product(
         pairs.reverse()  # a sum of two has one order, and the first parts' product adds in its own launch
         left, right = pairs[1]
         plain = all(each.equal is each.nonzero is None for each in (left, right))
-        if plain and cuda.can_scale(left.values, left.amax, right.amax, left.divisor * right.divisor, out):
+        if plain and cuda.can_scale(left.values, left.amax, right.amax, 1.0, out, True):
             return product(left, right, out, _addend(*pairs[0]), finish)
     total = _of_parts(*pairs[0]) if first is None else first
     for left, right in pairs[1:-1]:

@@ -142,8 +142,8 @@ class Operand:
 
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
-        if self.quant is None:
-            return self.values.to(torch.float32)
+        if self.quant is None or (self.amax is None and self.divisor == 1):
+            return self.values.to(torch.float32)  # exact: dividing by a scale and multiplying by it undo it
         plain = self.block_scale is None or self.quant.wide
         if cuda.can_decode(self.values, scales := None if plain else self.block_scale, self.amax):
             inverse = (1.0 / torch.full((), self.divisor, dtype=torch.float32)).item()

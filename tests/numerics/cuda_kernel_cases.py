@@ -702,7 +702,8 @@ def test_an_fp32_weight_is_rounded_to_bf16_as_it_is_quantised(name):
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 def test_a_product_of_two_parts_is_one_launch_and_the_bits_of_two(out):
-    """The second part has equal rows or columns, or is a residual; scales of tensors and of rows, on either side."""
+    """The second part has equal rows or columns, or is a residual; scales of tensors and of rows, on either side,
+    or none that is left for the product."""
     if not INTERPRETED:
         pytest.skip("the oracle multiplies on the CPU")
     x, w = drawn((9, 32), "ordinary"), drawn((21, 32), "ordinary")
@@ -711,7 +712,8 @@ def test_a_product_of_two_parts_is_one_launch_and_the_bits_of_two(out):
         drawn((9, 21), "ordinary")[:, :1].expand(9, 32),
     )
     others = [Operand(x.roll(1, 0)), Operand(row, equal=0), Operand(column, equal=1)]
-    for quants in itertools.product((NEAREST, Quant(outer=Outer(granularity="row"))), repeat=2):
+    none = (Quant(outer=Outer(granularity="block:128")), PRESETS["mxfp8"]().fprop.w)
+    for quants in (*itertools.product((NEAREST, Quant(outer=Outer(granularity="row"))), repeat=2), none):
         first, second = (quantize(z, quant, keep=True) for z, quant in zip((x, w), quants, strict=True))
         for other, wide in itertools.product(others, (False, True)):
             for a, b in (([first, other], [second]), ([second], [first, other])):

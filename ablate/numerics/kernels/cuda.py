@@ -157,11 +157,12 @@ def can_take(x: Tensor) -> bool:
 
 
 def can_scale(
-    x: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype
+    x: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype, more: bool
 ) -> bool:
-    """Return True if `scaled` can compute a product on x's device, by amaxes of tensors or rows."""
+    """Return True if `scaled` can compute a product on x's device, by amaxes of tensors or rows. `more`: it
+    also adds something, or rounds in place, and has work if the factor is 1."""
     return (
-        not (first is second is None and divisor == 1)
+        (more or not (first is second is None and divisor == 1))
         and out in (torch.bfloat16, torch.float32)
         and runs_on(x.device)
     )
