@@ -20,8 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ablate.numerics import on_gpu
 from ablate.numerics.kernels import cuda, general_cuda
 from ablate.numerics.spec import Quant
+from ablate.numerics.transform import CHANNEL_FORMATS
 from ablate.recipes import PRESETS
 
 CAPABILITIES = {"sm_80": 80, "sm_86": 86, "sm_89": 89, "sm_90a": 90, "sm_100a": 100, "sm_120a": 120}
@@ -50,6 +52,7 @@ def copies(first: Copy | None, other: Copy | None = None, dtype: str = "bf16", k
     """Return a build of the quantiser for a copy along the rows of memory, one along its columns, or both."""
     forms = [copy and general_cuda.described(*copy, down) for copy, down in ((first, False), (other, True))]
     constants: dict[str, Any] = {"FIRST": forms[0], "OTHER": forms[1]}
+    constants |= {"place": None} if kernel == "cast" else {}
     for prefix, form in zip(("", "other_"), forms, strict=True) if kernel == "cast" else ():
         used = form and general_cuda.pointers(form)
         constants |= {prefix + name: None for name in POINTERS if not (used and used.get(name, True))}
@@ -78,9 +81,24 @@ def operand(preset: str, slot: str, both: str | None = None) -> Build:
     return copies(None, copy(slot)) if down else copies(copy(slot))
 
 
+def apart(slot: str) -> Build:
+    """Return the build that quantises some channels of tetrajet2's x apart from the others."""
+    build = operand("tetrajet2", slot)
+    copy = build.constants["OTHER"] or build.constants["FIRST"]
+    quants = PRESETS["tetrajet2"]().products.slot(slot).cast, CHANNEL_FORMATS["mxfp8"]
+    forms = [
+        general_cuda.described(quant, copy.turn, copy.down, few)
+        for quant, few in zip(quants, on_gpu.FEW, strict=True)
+    ]
+    constants = dict.fromkeys(("outer", "other_outer", "other_scales"))
+    constants |= {"FIRST": forms[0], "OTHER": forms[1]}
+    return build._replace(dtype="fp32" if copy.down else "bf16", constants=constants)
+
+
 def parts(kernel: str, build: Build) -> Build:
     """Return the build of a kernel of parts_triton.py whose constants are those of a whole matrix's."""
-    return build._replace(module="parts_triton", kernel=kernel)
+    constants = {name: value for name, value in build.constants.items() if name != "place"}
+    return build._replace(module="parts_triton", kernel=kernel, constants=constants)
 
 
 NEAREST, STOCHASTIC, TILES = Quant(), Quant(rounding="stochastic"), Quant(block="16x16")
@@ -89,7 +107,7 @@ ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
 BY_ROW = dict.fromkeys(
     [f"{base}{name}_BY_ROW" for base in ("", "BASE_") for name in ("FIRST", "SECOND")], False
 )
-SUM = BY_ROW | {"ROUNDS": True, "ALONG": None, "side": None, "slope": None, "SIZE": 4096}
+SUM = BY_ROW | dict.fromkeys(("ALONG", "side", "slope", "spots")) | {"ROUNDS": True, "SIZE": 4096}
 ONE = SUM | dict.fromkeys(("base", "base_first", "base_second"))
 PARTED = {"BY_ROW": False, "SIZE": 4096}
 TURN = {"FORM": general_cuda.described(NEAREST, 32, False)}
@@ -129,6 +147,8 @@ BUILDS = {
         )
     },
     "general, quartet2 g": operand("quartet2", "dgrad.g", "wgrad.g"),
+    "channels apart, rows": apart("fprop.x"),
+    "channels apart, columns, rotated": apart("wgrad.x"),
     "general, amaxes of rows": Build(
         "general_triton",
         "row_amaxes",
@@ -155,6 +175,8 @@ BUILDS = {
         "row_amaxes_of_parts",
         Build("", "", constants={"COPY": 0, "FORM": operand("row_scaled", "fprop.x").constants["FIRST"]}),
     ),
+    "squares": Build("result", "squared", constants={"SIZE": 4096}, out="fp32"),
+    "places": Build("result", "placed", constants={"SIZE": 128}, elements=128),
     "remember": Build("result", "remembered", "fp32", {"STEPS": 1024, "SIZE": 1024}, "fp32", 1024),
     "slope": Build(
         "slopes",
@@ -189,7 +211,8 @@ def type_of(name: str, build: Build) -> str:
         return "*fp32"
     pointers = {"x": build.dtype, "part": build.out, "scales": "fp32", "amax": "fp32", "out": "i32"}
     pointers |= {"outer": "fp32", "values": build.dtype if build.module == "result" else build.out}
-    pointers |= dict.fromkeys(("counts", "ended", "found", "largest", "table"), "i32")
+    pointers |= dict.fromkeys(("counts", "ended", "found", "largest", "table", "place", "spots"), "i32")
+    pointers |= dict.fromkeys(("chosen", "kept"), "i64")
     return (
         f"*{pointers[kind]}"
         if kind in pointers

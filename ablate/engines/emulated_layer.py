@@ -56,8 +56,8 @@ from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
 from ablate.numerics.kernels.cuda import PLAIN, Finish
 from ablate.numerics.philox import Clock, site
-from ablate.numerics.product import linear, split_product
-from ablate.numerics.quantize import Keep, Operand, lasts, quantize, quantize_both
+from ablate.numerics.product import linear, split_product, with_few
+from ablate.numerics.quantize import Keep, Operand, lasts, quantize, quantize_both, quantize_channels
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.numerics.transform import Part, patch, split
 from ablate.recipes.recipe import SLOTS, Products
@@ -262,6 +262,12 @@ class EmulatedLinear(Replacement):
             self._count(slot, [self.made[slot]])
             return [self.made[slot]]
         channels = 0 if slot.startswith("wgrad") else 1
+        plain = not (keep or self.context.probe or self.divided or self._target(slot, quant) is not None)
+        if quant.transform and plain:
+            draws = self.draws_at(slot)
+            if both := quantize_channels(x, quant, channels, rotation=rotation, **draws):
+                self._count(slot, both)
+                return both
         parts = split(x, quant, channels)
         operands = [self._part(part, slot, rotation, quant, keep, rounded) for part in parts]
         if quant.transform and quant.transform.patch:
@@ -413,6 +419,8 @@ class EmulatedLinear(Replacement):
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
         """Return the sum of an operand's dequantised parts, rotated back, fp32 [rows, width]."""
         padded = width if rotation is None else width + -width % rotation.size
+        if len(parts) == 2 and (sum_of := with_few(*parts)) is not None:
+            return self.rotated(sum_of[:, :padded], slot, rotation, back=True)[:, :width]
         first, *others = (part.dequantize()[:, :padded] for part in parts)
         return self.rotated(sum(others, first), slot, rotation, back=True)[:, :width]
 

@@ -8,6 +8,7 @@ small matrix, once in a process.
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -30,8 +31,10 @@ CPU = torch.device("cpu")
 Value = TypeVar("Value")
 Pair = tuple[Value, Value]
 """One for the copy of a tensor, and one for that of its transpose."""
-Turned = tuple[Quant, int]
-"""Form, and the size of the rotation inside the kernel; 0: none."""
+Turned = tuple[Quant, int] | tuple[Quant, int, bool]
+"""Form, and the size of the rotation inside the kernel; 0: none. Third, of copies of some channels and of the
+others: True if the contraction runs down the columns of memory, which are the channels."""
+FEW: Pair[general_cuda.Few] = ("rest", "kept")
 Reference = Callable[..., Any]
 """`quantize.quantize`, by which each form is checked."""
 
@@ -105,6 +108,47 @@ def quantize_both(
         )
     )
     return _made(x, one, other, clock, reference)
+
+
+def can_split(x: Tensor, quants: Pair[Quant], rotation: Hadamard | None, channels: int) -> bool:
+    """Return True if `quantize_channels` may make both copies: channels that are columns of memory and that
+    no rotation mixes, and no amax of more than a block."""
+    outer, other = quants[0].outer, quants[1].outer
+    return (
+        all(forms.on_gpu(quant) and quant.rounding != "ms_eden" for quant in quants)
+        # A NaN in a kept channel is one in all 128 elements of the rest. So nobody sees that the kept ones,
+        # without the zeros of their blocks, lack those zeros' NaNs.
+        and (outer is not None and outer.granularity == "block:128" and other is None)
+        and (x if channels else x.t()).is_contiguous()
+        and (rotation is None or (channels == 0 and rotation.size in general_cuda.SIZES))
+        and cuda.can_take(x)
+    )
+
+
+def quantize_channels(
+    x: Tensor,
+    quants: Pair[Quant],
+    rotation: Hadamard | None,
+    clock: Clock,
+    where: int,
+    product: int,
+    place: Tensor,
+    number: int,
+    reference: Reference,
+) -> list[Made] | None:
+    """Return x quantised by the first form without the channels that have a `place`, and those by the second;
+    None if the bits are not the reference's. `can_split` holds."""
+    down = not x.is_contiguous()
+    size = rotation.size if rotation else 0
+    plain = [(_plain(quant), size, down) for quant in quants]
+    if not agrees(x.device, x.dtype, plain[0], plain[1], reference):
+        return None
+    rest, kept = (
+        replace(_form(x, quant, rotation, clock, where, product, None, None), few=few)
+        for quant, few in zip(quants, FEW, strict=True)
+    )
+    channels = general_cuda.Channels(place, number, down)
+    return general_cuda.quantize(x.t() if down else x, rest, kept, clock, channels)
 
 
 Copies = tuple[Quant, Hadamard | None, Sequence[tuple[int, int]]]
@@ -241,6 +285,8 @@ def different(
         Hadamard(size=copy[1], signs="per_call") if copy and copy[1] else None  # type: ignore[arg-type]
         for copy in copies
     ]
+    apart = copies[0][2] if copies[0] and len(copies[0]) > 2 else None
+    place, columns = cuda.trial_places(x.shape[1])
     try:
         asked = [
             _form(x, copy[0], rotation, clock, where, 0, None, None) if copy else None
@@ -250,18 +296,29 @@ def different(
             first, other = ([copy] * len(spans) if copy else None for copy in asked)
             several = general_cuda.quantize_parts(given.to(device), spans, first, other, clock)
             made = [one for copy in several for one, (_, n) in zip(copy, spans, strict=bool(copy)) if n]
+        elif apart is not None:
+            rest, kept = (replace(one, few=few) for one, few in zip(asked, FEW, strict=True) if one)
+            channels = general_cuda.Channels(place.to(device), len(columns), apart)
+            made = general_cuda.quantize(given.to(device), rest, kept, clock, channels)
         else:
             made = general_cuda.quantize(given.to(device), asked[0], asked[1], clock)
         found = [_bits(one) for one in made]
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
     parts = [x[begin : begin + rows] for begin, rows in spans or ((0, len(x)),) if rows]
+    sources, directions = (parts, parts), (False, True)
+    if apart is not None:
+        few = torch.zeros_like(x).index_copy(1, columns, x[:, columns])
+        sources, directions = ([x.to(torch.float32) - few], [few]), (apart, apart)
     theirs = [
         reference(z.t() if down else z, copy[0], rotation=rotation, clock=clock, where=where, keep=True)
-        for copy, rotation, down in zip(copies, rotations, (False, True), strict=True)
-        for z in parts  # by no kernel
+        for copy, rotation, down, those in zip(copies, rotations, directions, sources, strict=True)
+        for z in those  # by no kernel
         if copy
     ]
+    if apart is not None:
+        values = theirs[1].values.index_select(0 if apart else 1, columns).to(torch.float32)
+        theirs[1] = replace(theirs[1], values=values, block_scale=None)
     return "" if found == [*map(_bits, theirs)] else "its bits differ from the reference's"
 
 

@@ -115,10 +115,25 @@ def _of_parts(
     return finish.of((sums if base is None else base + sums).to(out))
 
 
+def with_few(whole: Operand, part: Operand) -> Tensor | None:
+    """Return the sum of what two operands stand for, in one launch; None if the second has not a `few` of its
+    columns on a GPU, or a factor is left."""
+    if not part.few or not part.nonzero or part.nonzero[0] == 0 or whole.values.dtype != torch.float32:
+        return None
+    if not all(one.amax is None and one.divisor == 1 for one in (whole, part)):
+        return None
+    return cuda.scaled(
+        whole.values, None, None, 1.0, torch.float32, cuda.Addend(part.values, spots=part.few[0]), apart=True
+    )
+
+
 def _addend(a: Operand, b: Operand) -> Tensor | cuda.Addend:
     """Return a b^T in fp32 as the kernel of another product adds it: not yet scaled, one row if all are
     equal, or a row or column of sums and the `side`, of which it is the product."""
     equal = [(a.equal, a.quant is None), (b.equal, b.quant is None)]
+    if b.few and b.nonzero and b.nonzero[0] == 0 and a.equal is a.nonzero is None:
+        sums = _fp32(*_aligned(a, b))
+        return cuda.Addend(sums, a.amax, b.amax, a.divisor * b.divisor, spots=b.few[0])
     if a.nonzero or b.nonzero or not a.values.shape[1] or (a.equal is not None and b.equal is not None):
         return _of_few(a, b)
     if (1, True) in equal:
@@ -137,16 +152,22 @@ def _of_few(a: Operand, b: Operand) -> Tensor:
         return _of_equal_columns(a, b)
     if b.equal == 1 and b.quant is None:
         return _of_equal_columns(b, a).t()
-    shape = (a.values.shape[0], b.values.shape[0])
+    shape = (_height(a), _height(b))
     a, b = (replace(one, values=one.values[:1]) if one.equal == 0 else one for one in (a, b))
-    columns = next((one.nonzero[1] for one in (a, b) if one.nonzero and one.nonzero[0] == 1), None)
-    if columns is not None:
-        a, b = (replace(one, values=one.values.index_select(1, columns)) for one in (a, b))
+    chosen = next((one for one in (a, b) if one.nonzero and one.nonzero[0] == 1), None)
+    if chosen is not None and chosen.nonzero:
+        columns = chosen.nonzero[1]
+        a, b = (
+            one
+            if one is chosen and one.few
+            else replace(one, values=one.dense.index_select(1, columns), few=None)
+            for one in (a, b)
+        )
     y = product(_rows(a), _rows(b), torch.float32)
     for dimension, one in enumerate((a, b)):
         if one.nonzero and one.nonzero[0] == 0:
             whole = list(y.shape)
-            whole[dimension] = one.values.shape[0]
+            whole[dimension] = shape[dimension]
             y = y.new_zeros(whole).index_copy_(dimension, one.nonzero[1], y)
     return y.expand(shape)
 
@@ -159,9 +180,14 @@ def _of_equal_columns(a: Operand, b: Operand) -> Tensor:
     return a.values[:, :1].to(torch.float32) * product(one, b, torch.float32)
 
 
+def _height(one: Operand) -> int:
+    """Return the rows of an operand, those that are zero included."""
+    return one.few[1] if one.few and one.nonzero and one.nonzero[0] == 0 else one.values.shape[0]
+
+
 def _rows(one: Operand) -> Operand:
     """Return the rows of an operand that are not zero."""
-    if one.nonzero is None or one.nonzero[0] == 1:
+    if one.nonzero is None or one.nonzero[0] == 1 or one.few:
         return one
     rows = one.nonzero[1]
     amax = one.amax.index_select(0, rows) if one.amax is not None and one.amax.ndim else one.amax

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics import on_gpu, own_calls
+from ablate.numerics import on_gpu, own_calls, transform
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.formats import element_format
 from ablate.numerics.hadamard import rotate, signs
@@ -54,7 +54,17 @@ from ablate.numerics.scaling import (
     tree_sum,
 )
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.spec import Error, Hadamard, Outer, Quant, argument, rounding_of, statistic_of, tag
+from ablate.numerics.spec import (
+    Error,
+    Hadamard,
+    Outer,
+    Quant,
+    Transform,
+    argument,
+    rounding_of,
+    statistic_of,
+    tag,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,9 @@ class Operand:
     """Dimension and ascending indices of the rows (0) or columns (1) that are not zero; None: any may be."""
     equal: int | None = None
     """0: all rows are the same; 1: all columns are; None: neither is known."""
+    few: tuple[Tensor, int] | None = None
+    """If `values` has only the rows or columns of `nonzero`: the place of each among them, int32, or -1, and
+    the number of all; None: it has all."""
     cast: "Operand | None" = None
     """Quantised operand whose error was changed (`Quant.error`); the values are then in fp32 and no codes."""
 
@@ -97,6 +110,15 @@ class Operand:
         if self.amax is None or self.quant.outer is None:
             return self.quant.range.prescale
         return element_format(self.quant.element).max * self.quant.outer.bound * self.quant.range.prescale
+
+    @property
+    def dense(self) -> Tensor:
+        """All values, with the zeros that are not in memory if there are `few`."""
+        if self.few is None or self.nonzero is None:
+            return self.values
+        shape = [*self.values.shape]
+        shape[self.nonzero[0]] = self.few[1]
+        return self.values.new_zeros(shape).index_copy_(*self.nonzero, self.values)
 
     def transposed(self) -> "Operand":
         """Return the operand of the transpose. Only valid for square blocks without padding, with one outer
@@ -143,7 +165,7 @@ class Operand:
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
         if self.quant is None or (self.amax is None and self.divisor == 1):
-            return self.values.to(torch.float32)  # exact: dividing by a scale and multiplying by it undo it
+            return self.dense.to(torch.float32)  # exact: dividing by a scale and multiplying by it undo it
         plain = self.block_scale is None or self.quant.wide
         if cuda.can_decode(self.values, scales := None if plain else self.block_scale, self.amax):
             inverse = (1.0 / torch.full((), self.divisor, dtype=torch.float32)).item()
@@ -256,6 +278,42 @@ def quantize_both(
         return None
     one, other = (Operand(copy.values, quant, *copy[1:]) for copy, quant in zip(made, quants, strict=True))
     return one, other
+
+
+def quantize_channels(
+    x: Tensor,
+    quant: Quant,
+    channels: int,
+    *,
+    rotation: Hadamard | None,
+    clock: Clock,
+    where: int,
+    product: int,
+) -> list[Operand] | None:
+    """Quantise what `transform.split` makes of `x` by a transform of channels alone: the rest, and those
+    channels, of which the operand has `few`. None if no kernel can.
+
+    The arguments are those of `split` and `quantize`. The choice of channels takes torch's operations.
+    """
+    assert quant.transform is not None
+    fraction, word = quant.transform.channels, quant.transform.channels_in
+    kept = transform.CHANNEL_FORMATS[word]
+    if (
+        kept is None
+        or fraction is None
+        or quant.transform != Transform(channels=fraction, channels_in=word)
+        or not on_gpu.can_split(x, (quant, kept), rotation, channels)
+    ):
+        return None
+    chosen = transform.strongest(x, fraction, channels)
+    place, ordered = cuda.placed(chosen, x.shape[channels])
+    made = on_gpu.quantize_channels(
+        x, (quant, kept), rotation, clock, where, product, place, len(ordered), quantize
+    )
+    if made is None:
+        return None
+    rest, few = (Operand(copy.values, of, *copy[1:]) for copy, of in zip(made, (quant, kept), strict=True))
+    return [rest, replace(few, nonzero=(channels, ordered), few=(place, rest.values.shape[channels]))]
 
 
 def _compiled(

@@ -98,9 +98,15 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
 
 def largest_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
     """Return the indices of the `fraction` of channels of largest L2 norm, at least one, ascending."""
-    norms = x.square().sum(dim=1 - channels)
+    return strongest(x, fraction, channels).sort().values
+
+
+def strongest(x: Tensor, fraction: float, channels: int) -> Tensor:
+    """Return the indices of `largest_channels` in any order."""
+    squares = cuda.squared(x) if cuda.can_take(x) else x.to(torch.float32).square()
+    norms = squares.sum(dim=1 - channels)
     count = max(1, round(fraction * norms.numel()))
-    return norms.topk(min(count, norms.numel())).indices.sort().values
+    return norms.topk(min(count, norms.numel())).indices
 
 
 def only(x: Tensor, kept: Tensor, channels: int) -> Tensor:

@@ -30,10 +30,10 @@ from ablate.numerics.hadamard import butterflies, rotate, scale_rotated, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, forms, general, general_cuda
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import alpha, product, split_product
-from ablate.numerics.quantize import Operand, quantize, quantize_both
+from ablate.numerics.product import alpha, product, split_product, with_few
+from ablate.numerics.quantize import Operand, quantize, quantize_both, quantize_channels
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform, tag
-from ablate.numerics.transform import split
+from ablate.numerics.transform import CHANNEL_FORMATS, split
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Run
 from ablate.recipes.te_mapping import variants
@@ -572,15 +572,32 @@ def test_a_form_that_is_not_theirs_is_refused():
 @pytest.mark.skipif(
     not INTERPRETED, reason="products on a GPU add in another order; its operands are tested above"
 )
-@pytest.mark.parametrize("estimator", [None, "clip_mask", Dge()])
-def test_a_layer_reads_its_gradient_once_and_changes_no_bit(estimator, monkeypatch):
-    linear, clock = nn.Linear(32, 48, bias=False), Clock(3)
-    recipe = PRESETS["nvfp4"]().changed({"fprop.w.estimator": estimator})
-    x, dy = drawn((21, 32), "ordinary").float(), drawn((21, 48), "ordinary").float()
+@pytest.mark.parametrize(
+    ("preset", "estimator", "both", "apart"),
+    [
+        ("nvfp4", None, 1, 0),
+        ("nvfp4", "clip_mask", 1, 0),
+        ("nvfp4", Dge(), 1, 0),
+        ("tetrajet2", None, 1, 2),
+        ("both tetrajet2", None, 0, 4),
+    ],
+)
+def test_a_layer_reads_its_gradient_once_and_changes_no_bit(preset, estimator, both, apart, monkeypatch):
+    """And where channels are taken apart, x once for each of its operands; also w and the gradient."""
+    linear, clock = nn.Linear(32, 40, bias=False), Clock(3)
+    x, dy = drawn((21, 32), "ordinary").float(), drawn((21, 40), "ordinary").float()
+    asked = PRESETS[preset.split()[-1]]().products
+    if estimator is not None:
+        asked = asked.changed(fprop=asked.fprop.changed(w=asked.fprop.w.changed(estimator=estimator)))
+    if not both:
+        transform = asked.fprop.x.transform
+        fprop = asked.fprop.changed(w=asked.fprop.x)
+        wgrad = asked.wgrad.changed(g=asked.wgrad.g.changed(transform=transform))
+        asked = asked.changed(fprop=fprop, wgrad=wgrad)
 
     def products() -> list[Tensor]:
         layer = EmulatedLinear(linear, "blocks.0.linear", clock, torch.bfloat16)
-        layer.products = recipe.products
+        layer.products = asked
         given = x.clone().requires_grad_()
         linear.weight.grad = None
         y = layer(given)
@@ -590,9 +607,12 @@ def test_a_layer_reads_its_gradient_once_and_changes_no_bit(estimator, monkeypat
     monkeypatch.setattr(cuda, "runs_on", lambda device: False)
     expected = products()
     monkeypatch.setattr(cuda, "runs_on", lambda device: True)
-    with mock.patch.object(on_gpu, "quantize_both", wraps=on_gpu.quantize_both) as launched:
+    with (
+        mock.patch.object(on_gpu, "quantize_both", wraps=on_gpu.quantize_both) as launched,
+        mock.patch.object(on_gpu, "quantize_channels", wraps=on_gpu.quantize_channels) as split_by,
+    ):
         assert all(torch.equal(a, b) for a, b in zip(products(), expected, strict=True))
-    assert launched.call_count == 1
+    assert (launched.call_count, split_by.call_count) == (both, apart)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -753,6 +773,62 @@ def test_parts_are_taken_out_of_an_operand_as_by_torch(transform, dtype):
                 assert same(mine.values.cpu(), theirs.values)
                 assert (mine.quant, mine.equal) == (theirs.quant, theirs.equal)
             assert made[0].values.is_contiguous() == z.is_contiguous()  # it lies as z does
+
+
+def channels_apart(x: Tensor, quant: Quant, rotation: Hadamard | None, channels: int) -> None:
+    """Both operands of a split are those of torch's split, quantised by the reference."""
+    options = {"rotation": rotation, "clock": CLOCK, "where": WHERE, "product": PRODUCT}
+    with mock.patch.object(cuda, "runs_on", return_value=False):
+        rest, part = split(x, quant, channels)
+    given = x.t().to(DEVICE).t() if channels == 0 else x.to(DEVICE)
+    mine, few = quantize_channels(given, quant, channels, **options)
+    assert_equal(mine, reference(rest.values, quant, rotation))
+    theirs = reference(part.values, part.quant, rotation)
+    assert torch.equal(few.nonzero[1].cpu(), part.kept)
+    assert same(few.values.cpu(), theirs.values.index_select(channels, part.kept).float())
+    assert same(few.largest.cpu(), theirs.largest)
+    if few.largest.isfinite():
+        assert torch.equal(few.dequantize().cpu()[:, : x.shape[1]], theirs.dequantize()[:, : x.shape[1]])
+    if channels:
+        expected = reference(rest.values, quant, rotation).dequantize()[:, : x.shape[1]]
+        assert same(
+            with_few(mine, few).cpu()[:, : x.shape[1]], expected + theirs.dequantize()[:, : x.shape[1]]
+        )
+
+
+@pytest.mark.parametrize("slot", ["fprop.x", "wgrad.x"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_channels_taken_apart_are_those_of_a_split(slot, dtype):
+    """Along the rows of memory and down its columns, of what is not finite and of fp32 subnormals too."""
+    products = PRESETS["tetrajet2"]().products
+    quant, rotation = products.slot(slot), getattr(products, slot.partition(".")[0]).hadamard
+    channels = int(slot == "fprop.x")
+    x = drawn((37, 90), "mixed", dtype)
+    x[:, ::7] *= 8
+    bad = x.clone()
+    bad[3, 7], bad[20, 84], bad[30, 9] = math.inf, math.nan, -math.inf
+    for z in (x, bad, drawn((5, 21), "subnormal", dtype)):
+        channels_apart(z if channels else z.t(), quant, rotation, channels)
+    sizes = 0 if rotation is None else rotation.size
+    mxfp8 = CHANNEL_FORMATS["mxfp8"]
+    plain = quant.changed(transform=None, source="original")
+    pair = tuple((each, sizes, channels == 0) for each in (plain, mxfp8))
+    assert DIFFERENT(DEVICE, dtype, pair, quantize) == ""
+
+
+def test_other_splits_are_left_to_the_reference():
+    """Rotated channels, an outer scale of the tensor, another transform, and a part that is not quantised."""
+    x = drawn((37, 150), "ordinary").to(DEVICE)
+    quant = PRESETS["tetrajet2"]().fprop.x
+    options = {"clock": CLOCK, "where": WHERE, "product": PRODUCT}
+    for other, rotation, channels in (
+        (quant, Hadamard(), 1),
+        (quant.changed(outer=Outer()), None, 1),
+        (quant.changed(transform=Transform(channels=0.1, mean=True)), None, 1),
+        (quant.changed(transform=Transform(channels=0.1, channels_in="bf16")), None, 1),
+        (quant, None, 0),
+    ):
+        assert quantize_channels(x, other, channels, rotation=rotation, **options) is None
 
 
 def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one(monkeypatch):

@@ -59,7 +59,7 @@ def nearest_bf16(z):
 def stored(z, dtype: tl.constexpr, EXACT: tl.constexpr = True):
     """fp32 that is EXACT in bf16, or the NaN of an operation, to bf16 if that is the type in memory; rounded
     if not. By the bits: the interpreter converts neither subnormals nor every NaN."""
-    z = z if EXACT or dtype != tl.bfloat16 else nearest_bf16(z)
+    z = z if EXACT else nearest_bf16(z)
     return (bits_of(z) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else z
 
 

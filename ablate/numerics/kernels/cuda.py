@@ -75,12 +75,15 @@ TRIAL = {
     "remembered": "295747eb62673cf7",
     "scaled": "39f4e2e3da42ba35",
     "parted": "cc6b9f97c20d8e4d",
+    "squared": "bf1833992699d544",
+    "placed": "c00bf68ef8efa3c7",
     "turned": "06a8e00345f4f0b8",
     "rescaled": "06bed2027bbbcc35",
     "summed": "2e018d727115218e",
 }
 """Digests of the reference's results for `trial_matrix`, by kernel; a test computes them again."""
 TRIAL_CLOCK, TRIAL_WHERE, TRIAL_RANK, TRIAL_DIVISOR = Clock(5, step=7), 3, 4000, 48.0
+TRIAL_CHANNELS = [*range(270, 3, -3)]
 TRIAL_SIGNS = 32 * [1] + 32 * [-1]
 OTHER_TRIALS: dict[str, Callable[[Tensor], Tensor]] = {}
 """Launches on `trial_matrix` of kernels that files above this one have."""
@@ -92,6 +95,13 @@ def trial_matrix() -> Tensor:
     powers = torch.tensor([2.0**exponent for exponent in range(-9, 10)], dtype=torch.float32)
     x = (number * 7919 % 4093 - 2046).to(torch.float32) * powers[number * 31 % 19]
     return x.view(17, 272).to(torch.bfloat16)
+
+
+def trial_places(columns: int) -> tuple[Tensor, Tensor]:
+    """Return what `placed` makes of TRIAL_CHANNELS, by torch."""
+    kept = torch.tensor(TRIAL_CHANNELS).sort().values
+    place = torch.full((columns + -columns % 128,), -1, dtype=torch.int32)
+    return place.index_copy(0, kept, torch.arange(len(kept), dtype=torch.int32)), kept
 
 
 def trial_scales(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +142,8 @@ def problem(device: torch.device) -> str:
             "remembered": digest(*(each.view(-1) for each in remembered(ordered[1], past, ordered[0], 1, 3))),
             "scaled": digest(*products),
             "parted": digest(*parted(x, x.dtype, ordered[0]), *parted(x, x.dtype, means=means)),
+            "squared": digest(squared(x)),
+            "placed": digest(*placed(torch.tensor(TRIAL_CHANNELS, device=device), x.shape[1])),
         } | {name: digest(launch(x)) for name, launch in OTHER_TRIALS.items()}
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)
@@ -178,6 +190,8 @@ class Addend(NamedTuple):
     divisor: float = 1.0
     side: Tensor | None = None
     """bf16 or fp32 [1, N] of sums [M, 1], or [M, 1] of sums [1, N]; None: 1."""
+    spots: Tensor | None = None
+    """int32 [N]: columns of the sums, then [M, few], or -1 for zeros; None: those of the result."""
 
 
 class Finish(NamedTuple):
@@ -217,22 +231,25 @@ def scaled(
     out: torch.dtype,
     base: Tensor | Addend | None = None,
     finish: Finish = PLAIN,
+    apart: bool = False,
 ) -> Tensor:
     """Return base + y * (first * second / divisor), rounded once to `out`, bf16 or fp32, and finished, in one
     launch.
 
-    y is fp32 [M, N], contiguous, and overwritten by an fp32 result; `base`, fp32 like y, None for zeros.
+    y is fp32 [M, N], contiguous, and overwritten by an fp32 result unless it is kept `apart`; `base`, fp32
+    like y, None for zeros.
     `first` and `second` are the operands' amaxes, fp32 on the device: a scalar, or [M, 1] and [N, 1]; None:
     1. `divisor` is the product of their divisors.
     """
     from ablate.numerics.kernels import result as device_code
 
-    target = y if finish.wide or out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
+    within = (finish.wide or out == torch.float32) and not apart
+    target = y if within else torch.empty(y.shape, dtype=out, device=y.device)
     base = base if isinstance(base, Addend) else Addend(base)
     given = base.sums, base.side, None if finish.slope is None else finish.slope[:, : y.shape[1]]
     sums, side, slope = (None if each is None else each.contiguous() for each in given)
     along = None
-    if sums is not None and sums.shape != y.shape:
+    if sums is not None and base.spots is None and sums.shape != y.shape:
         along = "row" if sums.shape[0] == 1 else "column"
     amaxes = (first, second, divisor), base[1:4]
     factors = [(a, b, 1 / of if a is b is None else of) for a, b, of in amaxes]  # in fp64, as in `alpha`
@@ -243,9 +260,35 @@ def scaled(
             device_code.scaled[grid](
                 y, target, *factors[0], sums, *factors[1], side, slope, *finish[2:],
                 y.numel(), y.shape[-1],
-                out == torch.bfloat16, *per_row[0], along, *per_row[1], device_code.SIZE, **EXACT,
+                out == torch.bfloat16, *per_row[0], along, *per_row[1], device_code.SIZE, base.spots,
+                sums.shape[1] if sums is not None and base.spots is not None else 0, **EXACT,
             )  # fmt: skip
     return target
+
+
+def squared(x: Tensor) -> Tensor:
+    """Return the squares of x, fp32 and stored as x is, in one launch. `can_take` accepts x."""
+    from ablate.numerics.kernels import result as device_code
+
+    out = torch.empty_like(x, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        device_code.squared[(-(-x.numel() // device_code.SIZE),)](
+            x, out, x.numel(), device_code.SIZE, **EXACT
+        )
+    return out
+
+
+def placed(chosen: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return the place of each channel among the chosen ones, ascending, int32, -1 of others and of what pads
+    them to a multiple of 128; and the chosen ones in this order. `chosen` is int64 [number], in any order, on
+    a GPU with kernels."""
+    from ablate.numerics.kernels import result as device_code
+
+    programs, kept = -(-channels // 128), torch.empty_like(chosen)
+    place = torch.empty(programs * 128, dtype=torch.int32, device=chosen.device)
+    with torch.cuda.device_of(chosen):
+        device_code.placed[(programs,)](chosen, place, kept, len(chosen), 128, **EXACT)
+    return place, kept
 
 
 def can_decode(values: Tensor, block_scale: Tensor | None, amax: Tensor | None) -> bool:

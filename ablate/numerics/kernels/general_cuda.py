@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from ablate.numerics.spec import Quant, Select, argument, tag
 SIZES = (16, 32, 64, 128)
 """Rotations that the kernel makes: groups of a tile's elements, and whole groups of random bits."""
 NO_WORDS = 0, 0, 0, 0
+Few = Literal["kept", "rest"]
 Words = tuple[int, int, int, int]
 """Signs of a rotation: bit r % 32 of word r // 32 is 1 if element r of a group is negated."""
 
@@ -70,7 +72,7 @@ class Description:
     least: float
     """Smallest scale of a format without zero; else 0."""
     exact: bool
-    """True if the smallest code times the smallest scale is not below bf16's smallest number, 2^-133."""
+    """True if values are fp32, or no code times scale is below bf16's smallest number, 2^-133."""
     zero: float
     """Value of a scale that rounds to zero."""
     halve: float
@@ -94,10 +96,12 @@ class Description:
     lengths: tuple[int, ...]
     """Lengths of sub-blocks with exponents of their own."""
     unit: float
+    few: Few | None
+    """Channels that are quantised, by themselves: those that are `kept` apart, or the `rest`; None: all."""
 
 
 @cache
-def described(quant: Quant, size: int, down: bool) -> Description:
+def described(quant: Quant, size: int, down: bool, few: Few | None = None) -> Description:
     """Return the description of a form of `forms.on_gpu`, rotated by groups of `size` or not (0), with its
     contraction along the rows of memory or `down` its columns."""
     element, scale, outer = ELEMENTS[quant.element], quant.scale, quant.outer
@@ -114,7 +118,7 @@ def described(quant: Quant, size: int, down: bool) -> Description:
         rounding="nearest" if quant.rounding == "ms_eden" else quant.rounding,
         bits=quant.bits,
         down=down,
-        slab=_by_slabs(quant, size, down),
+        slab=few is None and _by_slabs(quant, size, down),
         lines=4096 // length,
         length=length,
         turn=size,
@@ -128,7 +132,7 @@ def described(quant: Quant, size: int, down: bool) -> Description:
         scale_kind=_kind(to) if to else "",
         scale_rounding=scale.rounding if scale else "",
         least=least,
-        exact=not least or least * 2.0 ** (element.emin - element.mantissa) >= 2.0**-133,
+        exact=quant.wide or not least or least * 2.0 ** (element.emin - element.mantissa) >= 2.0**-133,
         zero=round_scale(torch.zeros(1), scale, torch.zeros(1)).item() if scale and not without_zero else 0.0,
         halve=(scale.halve_below if scale else None) or 0.0,
         map=1 / (quant.range.map_to or element.max),
@@ -147,6 +151,7 @@ def described(quant: Quant, size: int, down: bool) -> Description:
         from_even=INT_STEP,
         lengths=(scale.micro_exponents if scale else None) or (),
         unit=torch.tensor(1 / quant.top).to(torch.bfloat16).item(),
+        few=few,
     )
 
 
@@ -208,13 +213,26 @@ class Form:
     """Draw site."""
     statistic: cuda.Statistic | None = None
     """Outer statistic of a tensor; None: that which the quantiser names, `amax` or `percentile`."""
+    few: Few | None = None
+
+
+class Channels(NamedTuple):
+    """Columns of memory that are quantised apart from the others."""
+
+    place: Tensor
+    """int32 [columns]: place of a column among them, or -1."""
+    number: int
+    down: bool
+    """True if the contraction runs down the columns."""
 
 
 NO_COPY = [None, None, None, None, 0, *NO_WORDS, 0]
 """Arguments of `cast` for a copy that is not made."""
 
 
-def quantize(x: Tensor, first: Form | None, other: Form | None, clock: Clock | None) -> list[Made]:
+def quantize(
+    x: Tensor, first: Form | None, other: Form | None, clock: Clock | None, channels: Channels | None = None
+) -> list[Made]:
     """Quantise a matrix as it lies in memory, along its rows by `first`, and its transpose by `other`.
 
     Args:
@@ -222,34 +240,41 @@ def quantize(x: Tensor, first: Form | None, other: Form | None, clock: Clock | N
         first: form of the copy of x, rotated along its rows; None: it is not made.
         other: form of the copy of x.t(), rotated along the columns of x.
         clock: seed, stream, step and micro-batch; needed for what is drawn.
+        channels: both are copies of x, or of x.t(), by their `few`; neither has an outer scale of its own.
 
     Returns:
-        The copies that are made.
+        The copies that are made; of kept channels, values alone, in fp32: those channels side by side.
     """
+    directions = (False, True) if channels is None else (channels.down, channels.down)
     with torch.cuda.device_of(x):
         largest = _amaxes(x, (first, other))
         copies = [
-            _copy(x, form, down, one) if form else None
-            for form, down, one in zip((first, other), (False, True), largest, strict=True)
+            _copy(x, form, down, one, channels) if form else None
+            for form, down, one in zip((first, other), directions, largest, strict=True)
         ]
         arguments = [each for copy in copies for each in (copy[0] if copy else NO_COPY)]
         forms = [copy[1] if copy else None for copy in copies]
         grid, options = launch(x.shape, forms)
-        code().cast[grid](x, *x.shape, x.shape[1], *arguments, *cuda.draws(clock), *forms, **options)
+        more = channels[:2] if channels else ()
+        code().cast[grid](x, *x.shape, x.shape[1], *arguments, *cuda.draws(clock), *forms, *more, **options)
     return [copy[2] for copy in copies if copy]
 
 
 def _copy(
-    x: Tensor, form: Form, down: bool, largest: Tensor | None
+    x: Tensor, form: Form, down: bool, largest: Tensor | None, channels: Channels | None
 ) -> tuple[list[object], Description, Made]:
     """Return what `cast` takes of one copy, and the copy, whose values it then writes. `largest` is the amax
     of the tensor, if it is known."""
-    quant, description = form.quant, described(form.quant, form.size, down)
+    quant, description = form.quant, described(form.quant, form.size, down, form.few)
     lines, length = x.shape[::-1] if down else x.shape
     width = length + -length % description.whole
-    values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
     scales, word, outer = None, None, None
-    if quant.scale is not None:
+    if channels and form.few == "kept":
+        high, long = (channels.number, width) if down else (lines, channels.number)
+        values = _laid(high, long, down, torch.float32, x.device)
+    else:
+        values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
+    if quant.scale is not None and form.few != "kept":
         tall = -(-lines // description.rows)
         scales = _laid(tall, width // description.block, down, torch.float32, x.device)
     if description.outer == "tensor":

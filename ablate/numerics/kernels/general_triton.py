@@ -42,7 +42,7 @@ from ablate.numerics.kernels.arithmetic import (
 CHANGING = [
     *(f"{copy}{name}" for copy in ("", "other_") for name in ("outer", "largest", "where", "word0")),
     *(f"{copy}word{word}" for copy in ("", "other_") for word in (1, 2, 3)),
-    *("out", "key0", "key1", "step", "micro_batch", "lines"),
+    *("out", "key0", "key1", "step", "micro_batch", "lines", "few"),
 ]
 """Arguments whose values and alignment change from call to call: specialised on, each would be compiled
 anew. If `lines` were known to be a multiple of 16, a tile down memory would hold eight lines in a thread,
@@ -344,13 +344,21 @@ def cast_tile(
     words,
     draw,
     FORM: tl.constexpr,
+    place,
+    few,
 ):
-    """Quantise one tile."""
+    """Quantise one tile; of channels, those with a `place` or the others, if FORM.few says so."""
     first_line, first = place_of_tile(lines, length, FORM)
     z = load_tile(x, first_line, first, lines, length, FORM.down, FORM)
     line, column = first_line + tl.arange(0, FORM.lines), first + tl.arange(0, FORM.length)
-    if FORM.turn > 0:
-        z = rotated(z, words, FORM, x.dtype.element_ty != tl.float32)
+    if FORM.few is not None:
+        channel, channels = (line, lines) if FORM.down else (column, length)
+        spot = tl.load(place + channel, mask=channel < channels, other=-1)
+        spot = spot[:, None] if FORM.down else spot[None, :]
+        taken = tl.where(spot >= 0, z, 0.0)
+        z = taken if FORM.few == "kept" else z - taken  # an infinity less itself is a NaN
+    if FORM.turn > 0:  # what is left of a tensor is in fp32
+        z = rotated(z, words, FORM, x.dtype.element_ty != tl.float32 and FORM.few != "rest")
         z = tl.where((column < tl.cdiv(length, FORM.turn) * FORM.turn)[None, :], z, 0.0)
     high: tl.constexpr = FORM.lines // FORM.rows
     number: tl.constexpr = FORM.length // FORM.block
@@ -383,15 +391,19 @@ def cast_tile(
             codes, made = micro_codes(tiles, most, random, chances, FORM)
         else:
             codes, made = scaled_codes(tiles, most, scale, random, chances, FORM)
-        at = places(row, block, tl.cdiv(lines, FORM.rows), width // FORM.block, FORM.down)
-        known = (row * FORM.rows < lines)[:, None] & (block * FORM.block < width)[None, :]
-        tl.store(scales + at, made, mask=known)
+        if scales is not None:
+            at = places(row, block, tl.cdiv(lines, FORM.rows), width // FORM.block, FORM.down)
+            known = (row * FORM.rows < lines)[:, None] & (block * FORM.block < width)[None, :]
+            tl.store(scales + at, made, mask=known)
         codes = codes * made[:, None, :, None]
     if FORM.outer == "block":
         codes = codes * (amax * FORM.divisor)[:, None, :, None]
     value = tl.reshape(codes, (FORM.lines, FORM.length))
     at = places(line, column, lines, width, FORM.down)
     known = (line < lines)[:, None] & (column < width)[None, :]
+    if FORM.few == "kept":  # side by side in each row of memory
+        at = (column[None, :] if FORM.down else line[:, None]).to(tl.int64) * few + spot
+        known = known & (spot >= 0)
     tl.store(values + at, stored(value, values.dtype.element_ty, FORM.exact), mask=known)
 
 
@@ -543,19 +555,22 @@ def cast(
     values, scales, outer, largest, width, word0, word1, word2, word3, where,
     other_values, other_scales, other_outer, other_largest, other_width,
     other_word0, other_word1, other_word2, other_word3, other_where,
-    key0, key1, step, micro_batch, FIRST: tl.constexpr, OTHER: tl.constexpr,
+    key0, key1, step, micro_batch, FIRST: tl.constexpr, OTHER: tl.constexpr, place=None, few=0,
 ):  # fmt: skip
     """Quantise x [rows, columns] along its rows by FIRST, and down its columns by OTHER; None: not.
 
-    `lines` is `columns`. Of each copy, `width` is the contraction's length, padded; `largest`, int32, 0 at
-    first, gets the largest magnitude; `words` are the signs of its rotation and `where` is its draw site.
+    `lines` is `columns`. With a `place`, int32 [columns], the copies run in the same direction, of the `few`
+    channels that have a place in the one, or -1, and of the others. Of each copy, `width` is the
+    contraction's length, padded; `largest`, int32, 0 at first, gets the largest magnitude; `words` are the
+    signs of its rotation and `where` is its draw site.
     """
     if FIRST is not None:
         words, draw = (word0, word1, word2, word3), (key0, key1, step, micro_batch, where)
         if FIRST.slab:
             cast_slab(x, values, scales, outer, largest, rows, columns, width, words, draw, FIRST)
         else:
-            cast_tile(x, values, scales, outer, largest, rows, columns, width, words, draw, FIRST)
+            high, long = (lines, rows) if FIRST.down else (rows, columns)
+            cast_tile(x, values, scales, outer, largest, high, long, width, words, draw, FIRST, place, few)
     if OTHER is not None:
         words = other_word0, other_word1, other_word2, other_word3
         draw = key0, key1, step, micro_batch, other_where
@@ -565,9 +580,10 @@ def cast(
                 words, draw, OTHER,
             )  # fmt: skip
         else:
+            high, long = (lines, rows) if OTHER.down else (rows, columns)
             cast_tile(
-                x, other_values, other_scales, other_outer, other_largest, lines, rows, other_width,
-                words, draw, OTHER,
+                x, other_values, other_scales, other_outer, other_largest, high, long, other_width,
+                words, draw, OTHER, place, few,
             )  # fmt: skip
 
 

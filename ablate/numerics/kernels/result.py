@@ -16,16 +16,18 @@ def scaled(
     slope, slope_divisor, limit, count, columns,
     ROUNDS: tl.constexpr, FIRST_BY_ROW: tl.constexpr, SECOND_BY_ROW: tl.constexpr, ALONG: tl.constexpr,
     BASE_FIRST_BY_ROW: tl.constexpr, BASE_SECOND_BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+    spots=None, few=0,
 ):  # fmt: skip
     """Write y times the product's factor, plus `base` times its own if that is not None, rounded once to bf16
     if it ROUNDS. A factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
 
     y is fp32 [rows, columns], stored without gaps; `out` and `base`, fp32, lie alike. `out` may be y itself.
     `base` may be one row or column, ALONG which it has numbers, and is then multiplied by the `side`, one
-    number for each element of the other dimension; None: 1. The operands' amaxes, `first` and `second`, are
-    fp32 in memory: scalars, or one for each row of y, and for each column; None: 1. `divisor` is the product
-    of their divisors; the factor itself without amaxes. With a `slope`, fp32 and like y, the result is then
-    multiplied by slope / slope_divisor, at most `limit`, and rounded again.
+    number for each element of the other dimension; None: 1. With `spots`, int32 [columns], it is [rows, few]:
+    its column that is added to a column of y, or -1 for zeros. The operands' amaxes, `first` and `second`,
+    are fp32 in memory: scalars, or one for each row of y, and for each column; None: 1. `divisor` is the
+    product of their divisors; the factor itself without amaxes. With a `slope`, fp32 and like y, the result
+    is then multiplied by slope / slope_divisor, at most `limit`, and rounded again.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
@@ -33,10 +35,14 @@ def scaled(
     product = tl.load(y + at, mask=inside, other=0.0) * factor
     if base is not None:
         place = at % columns if ALONG == "row" else at // columns if ALONG == "column" else at
+        there = inside
+        if spots is not None:
+            spot = tl.load(spots + at % columns, mask=inside, other=-1)
+            place, there = at // columns * few + spot, inside & (spot >= 0)
         factor = factor_of(
             base_first, base_second, base_divisor, at, columns, inside, BASE_FIRST_BY_ROW, BASE_SECOND_BY_ROW
         )
-        added = tl.load(base + place, mask=inside, other=0.0) * factor
+        added = tl.load(base + place, mask=there, other=0.0) * factor
         if side is not None:
             across = at // columns if ALONG == "row" else at % columns
             added = to_float(tl.load(side + across, mask=inside, other=0.0)) * added
@@ -160,3 +166,26 @@ def remembered(current, past, entry, out, before, shift, known, STEPS: tl.conste
         kept = tl.where(shift == 0, tl.maximum(kept, finite), finite)
     tl.store(out + 1, kept)
     tl.store(out, tl.where(largest == 0, now, largest))
+
+
+@triton.jit(do_not_specialize=["number"])
+def placed(chosen, place, kept, number, SIZE: tl.constexpr):
+    """Write the `place` of each channel among `number` distinct chosen ones, int64, in ascending order, -1 of
+    others; and the chosen ones in that order, `kept`. A program has SIZE channels."""
+    channel = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    before, found = tl.full((SIZE,), 0, tl.int32), tl.full((SIZE,), 0, tl.int32)
+    for first in range(0, number, 32):
+        index = first + tl.arange(0, 32)
+        one = tl.load(chosen + index, mask=index < number, other=2**31 - 1)[None, :]
+        before += tl.sum((one < channel[:, None]).to(tl.int32), axis=1)
+        found += tl.sum((one == channel[:, None]).to(tl.int32), axis=1)
+    tl.store(place + channel, tl.where(found > 0, before, -1))
+    tl.store(kept + before, channel.to(tl.int64), mask=found > 0)
+
+
+@triton.jit
+def squared(x, out, count, SIZE: tl.constexpr):
+    """Write the squares of x, bf16 or fp32, in fp32, stored as x is."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    z = to_float(tl.load(x + at, mask=at < count, other=0.0))
+    tl.store(out + at, z * z, mask=at < count)

@@ -209,8 +209,9 @@ class TwinProducts:
         self, a: list[Operand], b: list[Operand], out: torch.dtype, finish: Finish = PLAIN
     ) -> Tensor:
         def reordered(part: Operand) -> Operand:
-            permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
-            return Operand(part.values[:, permutation], part.quant, part.amax)
+            values = part.dense
+            permutation = self.twin.order(values.shape[1]).to(values.device)
+            return Operand(values[:, permutation], part.quant, part.amax)
 
         left, right = ([reordered(part) for part in parts] for parts in (a, b))
         return finish.of((split_product(left, right, torch.float32) * self.twin.factor).to(out))
