@@ -262,12 +262,12 @@ class EmulatedLinear(Replacement):
             self._count(slot, [self.made[slot]])
             return [self.made[slot]]
         channels = 0 if slot.startswith("wgrad") else 1
-        plain = not (keep or self.context.probe or self.divided or self._target(slot, quant) is not None)
-        if quant.transform and plain:
-            draws = self.draws_at(slot)
-            if both := quantize_channels(x, quant, channels, rotation=rotation, **draws):
-                self._count(slot, both)
-                return both
+        looked_at = keep or self.context.probe or self.divided or self._target(slot, quant) is not None
+        draws = self.draws_at(slot)
+        apart = quant.transform and not looked_at
+        if apart and (both := quantize_channels(x, quant, channels, rotation, **draws)):
+            self._count(slot, both)
+            return both
         parts = split(x, quant, channels)
         operands = [self._part(part, slot, rotation, quant, keep, rounded) for part in parts]
         if quant.transform and quant.transform.patch:
@@ -419,8 +419,8 @@ class EmulatedLinear(Replacement):
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor:
         """Return the sum of an operand's dequantised parts, rotated back, fp32 [rows, width]."""
         padded = width if rotation is None else width + -width % rotation.size
-        if len(parts) == 2 and (sum_of := with_few(*parts)) is not None:
-            return self.rotated(sum_of[:, :padded], slot, rotation, back=True)[:, :width]
+        if parts[-1].few and parts[-1].nonzero and parts[-1].nonzero[0] == 1:  # no rotation mixed them
+            return with_few(*parts)[:, :width]
         first, *others = (part.dequantize()[:, :padded] for part in parts)
         return self.rotated(sum(others, first), slot, rotation, back=True)[:, :width]
 

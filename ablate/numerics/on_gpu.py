@@ -24,6 +24,7 @@ from ablate.numerics.kernels.launch_errors import reason
 from ablate.numerics.philox import GROUP, Clock
 from ablate.numerics.scaling import outer_statistic
 from ablate.numerics.spec import Hadamard, Outer, Quant, statistic_of, tag
+from ablate.numerics.transform import channels_alone, strongest
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,8 @@ Turned = tuple[Quant, int] | tuple[Quant, int, bool]
 """Form, and the size of the rotation inside the kernel; 0: none. Third, of copies of some channels and of the
 others: True if the contraction runs down the columns of memory, which are the channels."""
 FEW: Pair[general_cuda.Few] = ("rest", "kept")
+Draws = tuple[Clock, int, int]
+"""Clock, draw site of a copy and that of its product's signs."""
 Reference = Callable[..., Any]
 """`quantize.quantize`, by which each form is checked."""
 
@@ -110,45 +113,44 @@ def quantize_both(
     return _made(x, one, other, clock, reference)
 
 
-def can_split(x: Tensor, quants: Pair[Quant], rotation: Hadamard | None, channels: int) -> bool:
-    """Return True if `quantize_channels` may make both copies: channels that are columns of memory and that
-    no rotation mixes, and no amax of more than a block."""
-    outer, other = quants[0].outer, quants[1].outer
-    return (
-        all(forms.on_gpu(quant) and quant.rounding != "ms_eden" for quant in quants)
+def quantize_channels(
+    x: Tensor, quant: Quant, channels: int, rotation: Hadamard | None, draws: Draws, reference: Reference
+) -> tuple[Pair[Made], Quant, Tensor, Tensor] | None:
+    """Return x quantised without its strongest channels, and those; their form, the place of each channel
+    among them, and their numbers, ascending. The choice takes torch's operations. None if no kernel makes
+    them: for other transforms, for channels that are not columns of memory or that a rotation mixes, and for
+    an amax of more than a block."""
+    fraction, down = quant.transform and quant.transform.channels, channels == 0
+    kept = channels_alone(quant.transform)
+    if (
+        not fraction
+        or not kept
+        or not all(forms.on_gpu(one) and one.range.prescale == 1 for one in (quant, kept))
+        or quant.rounding == "ms_eden"
         # A NaN in a kept channel is one in all 128 elements of the rest. So nobody sees that the kept ones,
         # without the zeros of their blocks, lack those zeros' NaNs.
-        and (outer is not None and outer.granularity == "block:128" and other is None)
-        and (x if channels else x.t()).is_contiguous()
-        and (rotation is None or (channels == 0 and rotation.size in general_cuda.SIZES))
-        and cuda.can_take(x)
-    )
-
-
-def quantize_channels(
-    x: Tensor,
-    quants: Pair[Quant],
-    rotation: Hadamard | None,
-    clock: Clock,
-    where: int,
-    product: int,
-    place: Tensor,
-    number: int,
-    reference: Reference,
-) -> list[Made] | None:
-    """Return x quantised by the first form without the channels that have a `place`, and those by the second;
-    None if the bits are not the reference's. `can_split` holds."""
-    down = not x.is_contiguous()
-    size = rotation.size if rotation else 0
-    plain = [(_plain(quant), size, down) for quant in quants]
-    if not agrees(x.device, x.dtype, plain[0], plain[1], reference):
+        or not (quant.outer and quant.outer.granularity == "block:128")
+        or not (x.t() if down else x).is_contiguous()
+        or not (rotation is None or (down and rotation.size in general_cuda.SIZES))
+        or not cuda.can_take(x)
+    ):
         return None
-    rest, kept = (
-        replace(_form(x, quant, rotation, clock, where, product, None, None), few=few)
-        for quant, few in zip(quants, FEW, strict=True)
-    )
-    channels = general_cuda.Channels(place, number, down)
-    return general_cuda.quantize(x.t() if down else x, rest, kept, clock, channels)
+    size = rotation.size if rotation else 0
+    if not agrees(x.device, x.dtype, (_plain(quant), size, down), (kept, size, down), reference):
+        return None
+    chosen = strongest(x, fraction, channels)
+    place, ordered = cuda.placed(chosen, x.shape[channels])
+    forms_of = [_form(x, one, rotation, *draws, None, None) for one in (quant, kept)]
+    made = _apart(x.t() if down else x, forms_of, draws[0], (place, len(ordered), down))
+    return made, kept, place, ordered
+
+
+def _apart(
+    memory: Tensor, both: list[general_cuda.Form], clock: Clock, channels: general_cuda.Channels
+) -> Pair[Made]:
+    rest, kept = (replace(form, few=few) for form, few in zip(both, FEW, strict=True))
+    one, other = general_cuda.quantize(memory, rest, kept, clock, channels)
+    return one, other
 
 
 Copies = tuple[Quant, Hadamard | None, Sequence[tuple[int, int]]]
@@ -286,7 +288,7 @@ def different(
         for copy in copies
     ]
     apart = copies[0][2] if copies[0] and len(copies[0]) > 2 else None
-    place, columns = cuda.trial_places(x.shape[1])
+    columns = torch.arange(1, x.shape[1], 3)
     try:
         asked = [
             _form(x, copy[0], rotation, clock, where, 0, None, None) if copy else None
@@ -297,9 +299,9 @@ def different(
             several = general_cuda.quantize_parts(given.to(device), spans, first, other, clock)
             made = [one for copy in several for one, (_, n) in zip(copy, spans, strict=bool(copy)) if n]
         elif apart is not None:
-            rest, kept = (replace(one, few=few) for one, few in zip(asked, FEW, strict=True) if one)
-            channels = general_cuda.Channels(place.to(device), len(columns), apart)
-            made = general_cuda.quantize(given.to(device), rest, kept, clock, channels)
+            place = cuda.placed(columns.flip(0).to(device), x.shape[1])[0]
+            pair = [*filter(None, asked)]
+            made = [*_apart(given.to(device), pair, clock, (place, len(columns), apart))]
         else:
             made = general_cuda.quantize(given.to(device), asked[0], asked[1], clock)
         found = [_bits(one) for one in made]

@@ -115,16 +115,10 @@ def _of_parts(
     return finish.of((sums if base is None else base + sums).to(out))
 
 
-def with_few(whole: Operand, part: Operand) -> Tensor | None:
-    """Return the sum of what two operands stand for, in one launch; None if the second has not a `few` of its
-    columns on a GPU, or a factor is left."""
-    if not part.few or not part.nonzero or part.nonzero[0] == 0 or whole.values.dtype != torch.float32:
-        return None
-    if not all(one.amax is None and one.divisor == 1 for one in (whole, part)):
-        return None
-    return cuda.scaled(
-        whole.values, None, None, 1.0, torch.float32, cuda.Addend(part.values, spots=part.few[0]), apart=True
-    )
+def with_few(whole: Operand, part: Operand) -> Tensor:
+    """Return the sum of two operands without scales, of which the second has `few` columns, in one launch."""
+    few = cuda.Addend(part.values, spots=part.few and part.few[0])
+    return cuda.scaled(whole.values, None, None, 1.0, torch.float32, few, apart=True)
 
 
 def _addend(a: Operand, b: Operand) -> Tensor | cuda.Addend:
@@ -152,16 +146,14 @@ def _of_few(a: Operand, b: Operand) -> Tensor:
         return _of_equal_columns(a, b)
     if b.equal == 1 and b.quant is None:
         return _of_equal_columns(b, a).t()
-    shape = (_height(a), _height(b))
+    if a.nonzero and b.nonzero:  # each is then asked for what the other has
+        a, b = (replace(one, values=one.dense, few=None) for one in (a, b))
+    shape = (a.shape[0], b.shape[0])
     a, b = (replace(one, values=one.values[:1]) if one.equal == 0 else one for one in (a, b))
-    chosen = next((one for one in (a, b) if one.nonzero and one.nonzero[0] == 1), None)
-    if chosen is not None and chosen.nonzero:
-        columns = chosen.nonzero[1]
+    columns = next((one.nonzero[1] for one in (a, b) if one.nonzero and one.nonzero[0] == 1), None)
+    if columns is not None:
         a, b = (
-            one
-            if one is chosen and one.few
-            else replace(one, values=one.dense.index_select(1, columns), few=None)
-            for one in (a, b)
+            one if one.few else replace(one, values=one.values.index_select(1, columns)) for one in (a, b)
         )
     y = product(_rows(a), _rows(b), torch.float32)
     for dimension, one in enumerate((a, b)):
@@ -178,11 +170,6 @@ def _of_equal_columns(a: Operand, b: Operand) -> Tensor:
         return torch.zeros(a.values.shape[0], b.values.shape[0], device=a.values.device)
     one = Operand(torch.ones_like(a.values[:1]))
     return a.values[:, :1].to(torch.float32) * product(one, b, torch.float32)
-
-
-def _height(one: Operand) -> int:
-    """Return the rows of an operand, those that are zero included."""
-    return one.few[1] if one.few and one.nonzero and one.nonzero[0] == 0 else one.values.shape[0]
 
 
 def _rows(one: Operand) -> Operand:

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics import on_gpu, own_calls, transform
+from ablate.numerics import on_gpu, own_calls
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.formats import element_format
 from ablate.numerics.hadamard import rotate, signs
@@ -54,17 +54,7 @@ from ablate.numerics.scaling import (
     tree_sum,
 )
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.spec import (
-    Error,
-    Hadamard,
-    Outer,
-    Quant,
-    Transform,
-    argument,
-    rounding_of,
-    statistic_of,
-    tag,
-)
+from ablate.numerics.spec import Error, Hadamard, Outer, Quant, argument, rounding_of, statistic_of, tag
 
 
 @dataclass(frozen=True)
@@ -112,13 +102,18 @@ class Operand:
         return element_format(self.quant.element).max * self.quant.outer.bound * self.quant.range.prescale
 
     @property
+    def shape(self) -> list[int]:
+        """Rows and columns, with those that are not in memory if there are `few`."""
+        whole = enumerate(self.values.shape)
+        few, dimension = self.few, self.nonzero and self.nonzero[0]
+        return [few[1] if few and at == dimension else length for at, length in whole]
+
+    @property
     def dense(self) -> Tensor:
-        """All values, with the zeros that are not in memory if there are `few`."""
+        """All values, with zeros that are not in memory."""
         if self.few is None or self.nonzero is None:
             return self.values
-        shape = [*self.values.shape]
-        shape[self.nonzero[0]] = self.few[1]
-        return self.values.new_zeros(shape).index_copy_(*self.nonzero, self.values)
+        return self.values.new_zeros(self.shape).index_copy_(*self.nonzero, self.values)
 
     def transposed(self) -> "Operand":
         """Return the operand of the transpose. Only valid for square blocks without padding, with one outer
@@ -281,39 +276,17 @@ def quantize_both(
 
 
 def quantize_channels(
-    x: Tensor,
-    quant: Quant,
-    channels: int,
-    *,
-    rotation: Hadamard | None,
-    clock: Clock,
-    where: int,
-    product: int,
+    x: Tensor, quant: Quant, channels: int, rotation: Hadamard | None, clock: Clock, where: int, product: int
 ) -> list[Operand] | None:
     """Quantise what `transform.split` makes of `x` by a transform of channels alone: the rest, and those
-    channels, of which the operand has `few`. None if no kernel can.
-
-    The arguments are those of `split` and `quantize`. The choice of channels takes torch's operations.
-    """
-    assert quant.transform is not None
-    fraction, word = quant.transform.channels, quant.transform.channels_in
-    kept = transform.CHANNEL_FORMATS[word]
-    if (
-        kept is None
-        or fraction is None
-        or quant.transform != Transform(channels=fraction, channels_in=word)
-        or not on_gpu.can_split(x, (quant, kept), rotation, channels)
-    ):
-        return None
-    chosen = transform.strongest(x, fraction, channels)
-    place, ordered = cuda.placed(chosen, x.shape[channels])
-    made = on_gpu.quantize_channels(
-        x, (quant, kept), rotation, clock, where, product, place, len(ordered), quantize
-    )
+    channels, of which the operand has `few`. None if no kernel can. The arguments are those of `split` and
+    `quantize`."""
+    made = on_gpu.quantize_channels(x, quant, channels, rotation, (clock, where, product), quantize)
     if made is None:
         return None
-    rest, few = (Operand(copy.values, of, *copy[1:]) for copy, of in zip(made, (quant, kept), strict=True))
-    return [rest, replace(few, nonzero=(channels, ordered), few=(place, rest.values.shape[channels]))]
+    (rest, few), form, place, kept = made
+    part = Operand(few.values, form, *few[1:], nonzero=(channels, kept))
+    return [Operand(rest.values, quant, *rest[1:]), replace(part, few=(place, rest.values.shape[channels]))]
 
 
 def _compiled(

@@ -11,7 +11,7 @@ from ablate.numerics.choices import CHANNELS
 from ablate.numerics.kernels import cuda
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.scaling import order_statistic
-from ablate.numerics.spec import Quant
+from ablate.numerics.spec import Quant, Transform
 
 CHANNEL_FORMATS = {
     word: Quant.model_validate(fields) if fields else None for word, fields in CHANNELS.items()
@@ -99,6 +99,14 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
 def largest_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
     """Return the indices of the `fraction` of channels of largest L2 norm, at least one, ascending."""
     return strongest(x, fraction, channels).sort().values
+
+
+def channels_alone(spec: Transform | None) -> Quant | None:
+    """Return the form of the channels that a transform takes out of an operand, if it takes nothing else."""
+    if spec is None or not spec.channels:
+        return None
+    alone = Transform(channels=spec.channels, channels_in=spec.channels_in)
+    return CHANNEL_FORMATS[spec.channels_in] if spec == alone else None
 
 
 def strongest(x: Tensor, fraction: float, channels: int) -> Tensor:

@@ -807,7 +807,7 @@ def test_channels_taken_apart_are_those_of_a_split(slot, dtype):
     x[:, ::7] *= 8
     bad = x.clone()
     bad[3, 7], bad[20, 84], bad[30, 9] = math.inf, math.nan, -math.inf
-    for z in (x, bad, drawn((5, 21), "subnormal", dtype)):
+    for z in (x, bad, drawn((5, 21), "subnormal", dtype), x[:1]):
         channels_apart(z if channels else z.t(), quant, rotation, channels)
     sizes = 0 if rotation is None else rotation.size
     mxfp8 = CHANNEL_FORMATS["mxfp8"]
@@ -826,6 +826,7 @@ def test_other_splits_are_left_to_the_reference():
         (quant.changed(outer=Outer()), None, 1),
         (quant.changed(transform=Transform(channels=0.1, mean=True)), None, 1),
         (quant.changed(transform=Transform(channels=0.1, channels_in="bf16")), None, 1),
+        (quant.changed(transform=Transform(mean=True)), None, 1),
         (quant, None, 0),
     ):
         assert quantize_channels(x, other, channels, rotation=rotation, **options) is None

@@ -228,7 +228,6 @@ def test_the_digests_of_a_trial_launch_are_those_of_the_reference():
         "remembered": cuda.digest(torch.stack([ordered[number] for number in (0, 1, 0, 0, 0)])),
         "rescaled": cuda.digest(distance),
         "squared": cuda.digest(x.float().square()),
-        "placed": cuda.digest(*cuda.trial_places(x.shape[1])),
         "turned": cuda.digest(butterflies(turned * flips).bfloat16().view(272, 64)),
         "summed": cuda.digest(torch.tensor(sums, dtype=torch.float32)),
     } == cuda.TRIAL

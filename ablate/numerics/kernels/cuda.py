@@ -76,14 +76,12 @@ TRIAL = {
     "scaled": "39f4e2e3da42ba35",
     "parted": "cc6b9f97c20d8e4d",
     "squared": "bf1833992699d544",
-    "placed": "c00bf68ef8efa3c7",
     "turned": "06a8e00345f4f0b8",
     "rescaled": "06bed2027bbbcc35",
     "summed": "2e018d727115218e",
 }
 """Digests of the reference's results for `trial_matrix`, by kernel; a test computes them again."""
 TRIAL_CLOCK, TRIAL_WHERE, TRIAL_RANK, TRIAL_DIVISOR = Clock(5, step=7), 3, 4000, 48.0
-TRIAL_CHANNELS = [*range(270, 3, -3)]
 TRIAL_SIGNS = 32 * [1] + 32 * [-1]
 OTHER_TRIALS: dict[str, Callable[[Tensor], Tensor]] = {}
 """Launches on `trial_matrix` of kernels that files above this one have."""
@@ -95,13 +93,6 @@ def trial_matrix() -> Tensor:
     powers = torch.tensor([2.0**exponent for exponent in range(-9, 10)], dtype=torch.float32)
     x = (number * 7919 % 4093 - 2046).to(torch.float32) * powers[number * 31 % 19]
     return x.view(17, 272).to(torch.bfloat16)
-
-
-def trial_places(columns: int) -> tuple[Tensor, Tensor]:
-    """Return what `placed` makes of TRIAL_CHANNELS, by torch."""
-    kept = torch.tensor(TRIAL_CHANNELS).sort().values
-    place = torch.full((columns + -columns % 128,), -1, dtype=torch.int32)
-    return place.index_copy(0, kept, torch.arange(len(kept), dtype=torch.int32)), kept
 
 
 def trial_scales(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +134,6 @@ def problem(device: torch.device) -> str:
             "scaled": digest(*products),
             "parted": digest(*parted(x, x.dtype, ordered[0]), *parted(x, x.dtype, means=means)),
             "squared": digest(squared(x)),
-            "placed": digest(*placed(torch.tensor(TRIAL_CHANNELS, device=device), x.shape[1])),
         } | {name: digest(launch(x)) for name, launch in OTHER_TRIALS.items()}
     except Exception as error:  # whatever Triton, the compiler or the driver raises
         return reason(error)

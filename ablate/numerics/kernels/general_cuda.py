@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -216,16 +216,9 @@ class Form:
     few: Few | None = None
 
 
-class Channels(NamedTuple):
-    """Columns of memory that are quantised apart from the others."""
-
-    place: Tensor
-    """int32 [columns]: place of a column among them, or -1."""
-    number: int
-    down: bool
-    """True if the contraction runs down the columns."""
-
-
+Channels = tuple[Tensor, int, bool]
+"""Columns of memory that are quantised apart from the others: the place of each column among them, int32, or
+-1; their number; and True if the contraction runs down the columns."""
 NO_COPY = [None, None, None, None, 0, *NO_WORDS, 0]
 """Arguments of `cast` for a copy that is not made."""
 
@@ -245,7 +238,7 @@ def quantize(
     Returns:
         The copies that are made; of kept channels, values alone, in fp32: those channels side by side.
     """
-    directions = (False, True) if channels is None else (channels.down, channels.down)
+    directions = (False, True) if channels is None else (channels[2], channels[2])
     with torch.cuda.device_of(x):
         largest = _amaxes(x, (first, other))
         copies = [
@@ -268,13 +261,11 @@ def _copy(
     quant, description = form.quant, described(form.quant, form.size, down, form.few)
     lines, length = x.shape[::-1] if down else x.shape
     width = length + -length % description.whole
+    few = channels[1] if channels and form.few == "kept" else 0
+    high, long = (few or lines, width) if down else (lines, few or width)
+    values = _laid(high, long, down, torch.float32 if quant.wide or few else torch.bfloat16, x.device)
     scales, word, outer = None, None, None
-    if channels and form.few == "kept":
-        high, long = (channels.number, width) if down else (lines, channels.number)
-        values = _laid(high, long, down, torch.float32, x.device)
-    else:
-        values = _laid(lines, width, down, torch.float32 if quant.wide else torch.bfloat16, x.device)
-    if quant.scale is not None and form.few != "kept":
+    if quant.scale is not None and not few:
         tall = -(-lines // description.rows)
         scales = _laid(tall, width // description.block, down, torch.float32, x.device)
     if description.outer == "tensor":
