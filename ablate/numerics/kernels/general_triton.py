@@ -333,20 +333,8 @@ def places(line, column, lines, length, DOWN: tl.constexpr):
 
 @triton.jit
 def cast_tile(
-    x,
-    values,
-    scales,
-    outer,
-    largest,
-    lines,
-    length,
-    width,
-    words,
-    draw,
-    FORM: tl.constexpr,
-    place,
-    few,
-):
+    x, values, scales, outer, largest, lines, length, width, words, draw, FORM: tl.constexpr, place, few
+):  # fmt: skip
     """Quantise one tile; of channels, those with a `place` or the others, if FORM.few says so."""
     first_line, first = place_of_tile(lines, length, FORM)
     z = load_tile(x, first_line, first, lines, length, FORM.down, FORM)
