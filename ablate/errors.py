@@ -24,7 +24,7 @@ the order of text), characters without a meaning (unassigned, private), line and
 """
 _PASSWORDS = (
     re.compile(r"(?<=://)([^:/@\s]*:)(\S*)(?=@)"),
-    re.compile(r"([?&](?:password|passwd|token|secret)=)([^&\s]*)"),
+    re.compile(r"(?i)([?&][\w.-]*(?:passw(?:or)?d|token|secret|key|signature|credential)=)([^&\s]*)"),
 )
 _MOST_READ = 1000
 """Problems after which reading stops: a file with more is no experiment, and each may need a search for the

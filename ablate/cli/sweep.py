@@ -206,7 +206,7 @@ class SweepRun:
                 self.screen.lines(f"The report was not written: {error}. {remedy}")
         command = f"{program('ablate')} ui {named}"
         line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
-        more = f"{line}; with MLflow: {command}" if index.exists() else line
+        more = f"{line}; with MLflow: {command}" if index.exists() and settings.mlflow else line
         self.screen.lines(more if len(more) <= self.screen.width else line)
 
     def _notify(self, event: str, status: str) -> None:
