@@ -74,9 +74,8 @@ def ui(
     state, handler = settings.state, partial(ReportHandler, settings.state, names)
     sweeps = folders(state, [sweep] if sweep else None)
     if not (sweeps or wait):
-        command = f"ablate sweep X.yaml{settings.state_option}"
-        why = f"no sweep has been run there yet; `{command}` runs an experiment"
-        raise InputError(f"{state}: {why}")
+        command = f"`ablate sweep X.yaml{settings.state_option}` runs an experiment"
+        raise InputError(f"{state}: no sweep has been run there yet; {command}")
     name = max(sweeps, key=changed).name if sweeps else None
     optuna = bind_first_free("optuna", ports.optuna_port, lambda port: _WsgiServer((host, port), _Quiet))
     reports = bind_first_free(

@@ -79,6 +79,7 @@ SQL = {
     "store.ledger_file",
     "store.ledger_records",
     "store.ledger_seals",
+    "store.commit_count",
     "store.databases",  # any SQLite file: its pages, its tables, its journal
     "execution.tracking.database",  # MLflow's own
 }
