@@ -320,7 +320,7 @@ class Search(Spec):
     """Training steps at which an arm is judged, by its first seed alone, which is the same for all arms."""
     warm: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Earlier sweeps in the same state folder: the sampler starts with their arms, if these have the same
-    knobs."""
+    knobs. Their values are taken as they are: name sweeps of the same workload, steps and base recipe."""
     confirm: int | None = Field(None, ge=2, le=10_000)
     """Number of fresh seeds on which the winner and its baseline are run again; null: none, and the
     difference is called exploratory."""
