@@ -51,7 +51,7 @@ def test_a_planted_quantiser_is_named_and_nothing_is_left_without_it(found):
     assert search.runs == len(book.members()) <= 20
     answer = headline_of(Comparisons(book))
     assert answer.lead == "Culprit:"
-    assert answer.text.startswith("mlp.up: +0.1")
+    assert answer.text.startswith("mlp.up alone: +0.1")
     assert f"The search took {search.runs} of at most 20 runs." in answer.text
     assert answer.checks[0].text == f"{search.runs} of {search.runs} runs finished"
     assert all(verdict.kind == "worse" for verdict in answer.verdicts)

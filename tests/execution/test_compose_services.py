@@ -370,7 +370,7 @@ def test_an_mlflow_that_does_not_answer_is_said_and_loses_nothing(team):
     outcome, news = sweep(load(path), team.state, "http://127.0.0.1:9", grace=3.0)
     assert outcome.status == "done"
     assert (
-        "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate rebuild --sync`"
+        "records behind (MLflow's server does not answer: Connection refused; http://127.0.0.1:9): `ablate rebuild --sync --state "
         in news[-1]
     )
     assert set(statuses(team.state, "silent").values()) == {"done"}

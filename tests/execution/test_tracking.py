@@ -537,7 +537,8 @@ def test_a_dead_server_fails_nothing_and_the_right_one_gets_everything_later(cli
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert set(statuses(tmp_path, "dead").values()) == {"done"}
     assert re.match(r"MLflow \d+ records behind \(", news[-1])
-    assert news[-1].endswith("): `ablate rebuild --sync`, or the next run of this sweep, ships the rest")
+    command = f"`ablate rebuild --sync --state {tmp_path}`"
+    assert news[-1].endswith(f"): {command}, or the next run of this sweep, ships the rest")
     outcome, news = sweep(idle(tmp_path, "dead", seeds=1), tmp_path, store)
     assert (outcome.ran, news) == (0, [])
     assert [run.info.status for kind in ("sweep", "trial") for run in runs(client, "dead", kind)] == [

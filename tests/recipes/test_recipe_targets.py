@@ -1132,7 +1132,7 @@ def test_the_environment_decides_what_a_class_without_arguments_is(tmp_path):
         (("import", "--object", "no_such_module:RECIPE"), "no_such_module"),
         (("import", "--object", "json:dumps"), "no recipe object"),
         (("import", "--object", "json"), "write module:name"),
-        (("import", "--script", "state.pt"), "not unpickled"),
+        (("import", "--script", "state.pt"), "No such file"),
         (("import", "--script", "nowhere.sh"), "No such file"),
         (("import", "--megatron-args", "--fp4-format"), "its value is missing"),
         (("import", "--megatron-args", "--fp8-format= --bf16"), "--fp8-format: its value is missing"),

@@ -176,8 +176,8 @@ def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     done = here("show", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr
-        == f"{tmp_path / 'runs'}: no sweep has been run there yet; `ablate sweep X.yaml` runs one\n"
+        done.stderr == f"{tmp_path / 'runs'}: no sweep has been run there yet;"
+        f" `ablate sweep X.yaml --state {tmp_path / 'runs'}` runs one\n"
     )
 
 

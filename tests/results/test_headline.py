@@ -291,7 +291,7 @@ def test_an_undecided_answer_has_the_command_that_adds_its_seeds_and_what_it_cos
     add(book, "close", {seed: BASE[seed] + gap for seed, gap in enumerate((0.012, -0.009, 0.004, 0.001))})
     answer = headline_of(Comparisons(book))
     needed = summaries(book)[1].verdict.needed.count
-    assert answer.command == f"ablate sweep x.yaml --seeds {needed}"
+    assert answer.command == f"ablate sweep x.yaml --seeds {needed} --state {book.path.parents[2]}"
     runs = 2 * (needed - 4)
     cost = f"80 % chance of a verdict; +{runs} runs, about {runs}.0 h of one worker"  # an hour a run
     assert answer.cost == cost

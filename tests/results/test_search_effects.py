@@ -116,18 +116,19 @@ def test_arms_that_do_not_tell_knobs_apart_have_no_effects(usual, rows):
     assert knob_effects_table(SimpleNamespace(arms=searched(usual, rows), unit="nats")) is None
 
 
-def test_the_front_is_a_sentence_and_a_table_of_what_no_other_beats(usual):
+def test_the_front_is_a_sentence_and_a_table_of_what_no_other_beats(usual, tmp_path):
+    ledger = Ledger(tmp_path / "sweeps" / "x" / "ledger.db", readonly=True)
     points = {"a": (2.40, 900.0), "b": (2.41, 1000.0), "beaten": (2.42, 950.0), "c": (2.50, 1200.0)}
 
     def arms(at):
         return [
-            dataclasses.replace(usual, name=name, values={0: both[at]}, role="searched")
+            dataclasses.replace(usual, name=name, values={0: both[at]}, given=(0,), role="searched")
             for name, both in points.items()
         ]
 
     def sweep(most, several=True):
         objectives = {LOSS: arms(0)[:most], SPEED: arms(1)[:most]} if several else None
-        return SimpleNamespace(arms=arms(0)[:most], objectives=objectives)
+        return SimpleNamespace(arms=arms(0)[:most], objectives=objectives, ledger=ledger)
 
     sentence, table = front_parts(sweep(4))
     assert [row["arm"] for row in table.rows] == ["a", "b", "c"]

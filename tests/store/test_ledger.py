@@ -10,7 +10,7 @@ import pytest
 from support.cases import every
 
 import ablate
-from ablate.experiment.schema import Asked, Design, Map, Metric, Published
+from ablate.experiment.schema import Asked, Constraint, Design, Map, Metric, Published
 from ablate.store import ledger_file
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
@@ -63,6 +63,7 @@ VALUES = {
     "metrics": ["val/loss", "train/x"],
     "published": [Published(arm="a", metric="val/loss", value=3.25, source="a paper")],
     "covered": 0.9125,
+    "constraints": [Constraint(metric="train/x", at_most=1.0)],
     "registered": [{"digest": "ab", "time": 1.5}],
     "provenance": {"commit": None, "torch": "2"},
     "left": [12.5, None],
