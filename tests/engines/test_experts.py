@@ -278,16 +278,22 @@ def test_the_grouped_path_covers_the_usual_recipe_and_the_loop_covers_what_is_ob
     assert any("experts.5.gate_up" in name for name in telemetry.metrics())
 
 
-def test_an_expert_whose_token_is_not_finite_is_counted_once_as_the_loop_counts_it():
-    x, index, weights = routed()
-    x[(index[:, 0] == 4).nonzero()[0, 0], 3] = float("nan")
-    counts = {}
+def both_ways():
+    """The model and its engine, on the grouped path and in the loop, which telemetry needs."""
     for how in ("grouped", "loop"):
         model = Model()
         engine = convert(model, PRESETS["nvfp4"](), Clock(seed=0))
         engine.at(0, Run(10))
         if how == "loop":
             engine.listen(SlotErrors())
+        yield how, model, engine
+
+
+def test_an_expert_whose_token_is_not_finite_is_counted_once_as_the_loop_counts_it():
+    x, index, weights = routed()
+    x[(index[:, 0] == 4).nonzero()[0, 0], 3] = float("nan")
+    counts = {}
+    for how, model, engine in both_ways():
         results(model, (x, index, weights))
         counts[how] = {name: int(layer.nonfinite) for name, layer in engine.layers.items()}
     assert counts["grouped"] == counts["loop"]
@@ -298,12 +304,7 @@ def test_an_expert_whose_token_is_not_finite_is_counted_once_as_the_loop_counts_
 
 def test_a_gradient_that_is_not_finite_passes_the_grouped_path_as_it_passes_the_loop():
     batch, seen = routed(), {}
-    for how in ("grouped", "loop"):
-        model = Model()
-        engine = convert(model, PRESETS["nvfp4"](), Clock(seed=0))
-        engine.at(0, Run(10))
-        if how == "loop":
-            engine.listen(SlotErrors())
+    for how, model, engine in both_ways():
         y = model(*batch)
         y.backward(torch.full_like(y, torch.inf))
         gradients = [parameter.grad.nan_to_num(nan=7.0) for parameter in model.parameters()]
